@@ -40,10 +40,16 @@ class NoOp:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
         self._zero, self.times = torch.zeros(()), []
 
-    def step(self, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(self, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Note when."""
         TIMES.append((time.perf_counter(), time.process_time(), time.thread_time()))
         return self._zero, self._zero
+
+    def update(self) -> None:
+        """Change nothing."""
+
+    def experts(self, *, loads: bool = True) -> None:
+        """Have none."""
 
 
 class Kept:
