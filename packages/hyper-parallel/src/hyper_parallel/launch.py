@@ -13,8 +13,8 @@ Resume = Literal["no", "auto"]
 
 # Errors of ranks that tell their user what to do. Any other is shown with its traceback.
 _EXPLAINED = (
-    *("CheckpointError", "DataError", "InvalidCheckpointError", "MemoryShortage", "OutputError", "PlanError"),
-    "SettingError",
+    *("CheckpointError", "DataError", "DivergedError", "InvalidCheckpointError", "MemoryShortage", "OutputError"),
+    *("PlanError", "SettingError"),
 )
 
 

@@ -15,11 +15,12 @@ from hp_plan import Diagnostic, PlanError
 from hp_platform.extend import SettingError
 from hyper_parallel.data import DataError
 from hyper_parallel.display import diagnostics_table, make_console
+from hyper_parallel.diverging import DivergedError
 from hyper_parallel.launch import Interrupted, RankFailure, inside_launcher, launcher_place
 from hyper_parallel.output import CHECKPOINTS, METRICS, OutputError
 from hyper_parallel.shortage import MemoryShortage
 
-_ADVISED = (CheckpointError, DataError, MemoryShortage, OutputError, SettingError)
+_ADVISED = (CheckpointError, DataError, DivergedError, MemoryShortage, OutputError, SettingError)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from hp_platform import LostRankError, get_platform, manual_seed
 from hp_platform.extend import note_step
 from hyper_parallel.batches import Batches
 from hyper_parallel.data import Content, DataError, Opened, Rows, Samples, contents, open_data, open_samples
+from hyper_parallel.diverging import DivergedError, check_finite
 from hyper_parallel.hyperparameters import changes, hyperparameters
 from hyper_parallel.launch import Resume
 from hyper_parallel.output import CHECKPOINTS, OutputError, Step, replace_text
@@ -34,6 +35,7 @@ from hyper_parallel.tokenized import agreed_files, with_tokens
 from hyper_parallel.validation import Validation
 
 _GO_ON = "go on with the plan that the run has begun with, or choose another folder with --out"
+_NO_LOSS = -np.inf  # of a rank without the model's last stage
 
 
 @dataclass
@@ -134,13 +136,14 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not isinstance(error, DivergedError):
                 self._say_last_words(error)
             self._batches.close()
             if kind is None:
                 self._profile.close()
         finally:
-            self.checkpoints.__exit__(kind)
+            # All ranks find alike that a training has diverged, so they wait for the save that they began together.
+            self.checkpoints.__exit__(None if isinstance(error, DivergedError) else kind)
 
     def close(self) -> None:
         """Wait until the last checkpoint is complete.
@@ -237,7 +240,7 @@ class Run:
         self._updating = False
         asked = self._stop is not None and self._stop.asked
         memory = get_platform().devices.peak_memory()
-        own = [np.nan if loss is None else loss, norm, memory, batch.wait, self._operations(batch.rows), asked]
+        own = [_NO_LOSS if loss is None else loss, norm, memory, batch.wait, self._operations(batch.rows), asked]
         return _Launched(self.step, lr, self._numbers(own), begun)
 
     def _operations(self, rows: Rows) -> float:
@@ -255,7 +258,10 @@ class Run:
         losses, norms, memory, waits, operations, asked = numbers.T
         seconds = (launched.ended or time.perf_counter()) - launched.begun
         # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
-        losses = losses[~np.isnan(losses)].tolist() or [np.nan]
+        losses = losses[losses != _NO_LOSS].tolist()
+        mean, norm = sum(losses) / len(losses), float(norms[0])
+        saved = str(self.checkpoints.path(self._saved)) if self._saved else None
+        check_finite(launched.step, mean, norm, saved=saved)
         self.peak_memory = tuple(map(int, memory))
         self._asked = bool(asked.any())
         batch = self.plan.data.batch_size
@@ -268,8 +274,8 @@ class Run:
             texts = () if self._prompts is None else self._prompts.texts()
         return Step(
             step=launched.step,
-            loss=sum(losses) / len(losses),
-            grad_norm=float(norms[0]),
+            loss=mean,
+            grad_norm=norm,
             lr=launched.lr,
             tokens_per_second=batch * self.plan.data.sequence_length / seconds,
             peak_memory=max(self.peak_memory),

@@ -11,7 +11,7 @@ from typing import Any
 from hp_checkpoint.extend import TOKENIZER_FILES, Ranks
 from hp_plan import DataSection, ParallelPlan
 from hp_platform.extend import beating
-from hyper_parallel.data import DataError, find_files, has_tokens
+from hyper_parallel.data import DataError, check_data, find_files, has_tokens
 from hyper_parallel.data.documents import DOCUMENTS_IN_A_FIELD, read_documents, text_files
 from hyper_parallel.data.preparing import is_prepared, prepare
 from hyper_parallel.data.tokenizing import Tokenizer, read_tokenizer
@@ -140,6 +140,7 @@ def with_tokens(plan: ParallelPlan, folder: Path, ranks: Ranks) -> ParallelPlan:
     if "data" in written:
         data = dataclasses.replace(plan.data, paths=written["data"], tokenizer=None, field="text")
         plan = dataclasses.replace(plan, data=data)
+        check_data(data)
     if "validation" in written:
         plan = dataclasses.replace(plan, validation=dataclasses.replace(plan.validation, paths=written["validation"]))
         check_validation(plan)

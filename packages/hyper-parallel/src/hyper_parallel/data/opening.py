@@ -59,7 +59,7 @@ def open_samples(
             source = Packed(group[0], length, seed=seed + number)
         else:
             source = Windows([file.tokens for file in group], length, seed=seed + number)
-        sources.append(source if vocabulary is None else _Checked(source, group, vocabulary))
+        sources.append(_Checked(source, group, vocabulary))
     weights = section.weights or [len(file.tokens) for file in files]
     return sources[0] if len(sources) == 1 else Mixture(sources, weights, seed=seed)
 
@@ -75,13 +75,32 @@ def check_data(section: DataSection) -> int:
             if getattr(section, name):
                 message = f"{name} is for token files, but the data is text as bytes"
                 raise DataError(message, "write token files with hyper-parallel data prepare, or leave it out")
-        check_text(section.paths, sequence_length=section.sequence_length, max_bytes=section.max_bytes)
+        size = check_text(section.paths, sequence_length=section.sequence_length, max_bytes=section.max_bytes)
+        check_count(section, size // section.sequence_length)
         return VOCABULARY
     if section.weights and len(section.weights) != len(section.paths):
         message = f"{len(section.paths)} paths have {len(section.weights)} weights"
         raise DataError(message, "give one for each path")
-    open_samples(section, seed=0)
+    check_count(section, len(open_samples(section, seed=0)))
     return max(map(_vocabulary, section.paths))
+
+
+def check_count(section: DataSection, samples: int) -> None:
+    """Check that a batch has no sample twice.
+
+    Args:
+        section: of the plan.
+        samples: how many there are.
+
+    Raises:
+        DataError: fewer than a batch takes.
+    """
+    if samples < section.batch_size:
+        shown = ", ".join(section.paths) or "the standard library's sources"
+        message = (
+            f"{shown} has {samples} samples of {section.sequence_length} tokens, but a batch takes {section.batch_size}"
+        )
+        raise DataError(message, f"give more data, or make data.batch_size at most {samples}")
 
 
 def has_tokens(section: DataSection) -> bool:
@@ -110,15 +129,15 @@ def _vocabulary(path: str) -> int:
 
 
 class _Checked:
-    """Samples whose tokens the model's vocabulary has.
+    """Samples of files that nobody writes to, whose tokens the model's vocabulary has.
 
     Args:
         samples: to check.
         files: of their tokens.
-        vocabulary: of the model.
+        vocabulary: of the model; None takes any token.
     """
 
-    def __init__(self, samples: Samples, files: Sequence[TokenFile], vocabulary: int) -> None:
+    def __init__(self, samples: Samples, files: Sequence[TokenFile], vocabulary: int | None) -> None:
         self._samples, self._files, self._vocabulary = samples, files, vocabulary
 
     def __len__(self) -> int:
@@ -128,10 +147,14 @@ class _Checked:
         """Return the samples of these numbers.
 
         Raises:
-            DataError: with the file and the place of the first token that the vocabulary lacks.
+            DataError: with the file and the place of the first token that the vocabulary lacks, or with the file that
+                has changed.
         """
+        for file in self._files:  # before: what was cut off can't be read
+            file.check_unchanged()
         rows = self._samples.rows(numbers)
-        if beyond(rows.tokens, self._vocabulary):  # one look at the rows, however many files there are
+        # One look at the rows, however many files there are.
+        if self._vocabulary is not None and beyond(rows.tokens, self._vocabulary):
             for file in self._files:
                 file.check(rows.tokens, self._vocabulary)
         return rows

@@ -38,6 +38,7 @@ class TokenFile:
         self.path = stem.with_suffix("") if stem.suffix in (".bin", ".idx") else stem
         data, index = _named(self.path, ".bin"), _named(self.path, ".idx")
         kind, lengths, ends = _read_index(index)
+        self._file, self._state = data, _state(data)
         total = int(lengths.sum(dtype=np.int64))
         wanted, size = total * kind.itemsize, data.stat().st_size
         if wanted != size:
@@ -57,6 +58,17 @@ class TokenFile:
         """Return the tokens of a document."""
         return self.tokens[self.starts[number] : self.starts[number + 1]]
 
+    def check_unchanged(self) -> None:
+        """Raise a DataError if the tokens have been written to since they were opened; another file may have the name.
+
+        What is read would be neither the data that the run has begun with nor that of the new file, and beyond the end
+        of a file that was cut off nothing can be read.
+        """
+        now = _state(self._file)
+        if now != self._state and now[0] == self._state[0]:
+            message = f"{self._file} has been written to since the run began, from {self._state[1]} bytes to {now[1]}"
+            raise DataError(message, "go on with --resume auto once it is as it was; write new data under another name")
+
     def check(self, tokens: NDArray[np.int64], vocabulary: int) -> None:
         """Raise a DataError that names the first token of the file that the vocabulary lacks, if `tokens` has such."""
         if not beyond(tokens, vocabulary):
@@ -70,6 +82,15 @@ class TokenFile:
                     f"vocabulary has {vocabulary}"
                 )
                 raise DataError(message, "take the tokenizer's model, or tokenize the data with the model's tokenizer")
+
+
+def _state(file: Path) -> tuple[int, int, int]:
+    """Return which file has a name, and what differs once it has been written to."""
+    try:
+        state = os.stat(file)
+    except FileNotFoundError:  # what is mapped stays
+        return -1, 0, 0
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def beyond(tokens: NDArray[np.int64], vocabulary: int) -> bool:
