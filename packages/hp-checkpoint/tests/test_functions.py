@@ -217,7 +217,7 @@ def test_complete_states_of_one_process(tmp_path):
     with pytest.raises(ValueError, match="src_platform='jax': expected 'torch' or 'mindspore'"):
         convert_full_checkpoint_to_dcp(tmp_path / "hf", tmp_path / "x", "jax")
     (tmp_path / "alone" / "own.txt").write_text("x")
-    with pytest.raises(InvalidCheckpointError, match="own.txt is no file of safetensors"):
+    with pytest.raises(InvalidCheckpointError, match="own.txt is a file of another format"):
         convert_full_checkpoint_to_dcp(tmp_path / "alone" / "own.txt", tmp_path / "x", "torch")
     assert not (tmp_path / "x").exists()
 

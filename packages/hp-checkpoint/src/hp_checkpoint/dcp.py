@@ -8,9 +8,7 @@ Note [Files of torch.distributed.checkpoint]
 
 from __future__ import annotations
 
-import io
 import os
-import zipfile
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -18,36 +16,18 @@ from typing import Any
 
 import numpy as np
 
+from hp_checkpoint.archives import TORCH_NAMES, Archive
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import DTYPES, Chunk, Entry, Kind, check_file_name
 from hp_checkpoint.manifest import MANIFEST, FileSums, Manifest
-from hp_checkpoint.pickles import StoredTensor, plain, read_pickle, tensor_names, value_names
+from hp_checkpoint.pickles import plain, read_pickle, value_names
 from hp_checkpoint.state import Address, Unreadable, address
-from hp_checkpoint.storage import opened, read_at, read_small
+from hp_checkpoint.storage import opened, read_small
 
-__all__ = ["CHECKPOINT", "METADATA", "TORCH_NAMES", "check_cover", "dcp_manifest", "dcp_values", "is_dcp"]
+__all__ = ["CHECKPOINT", "METADATA", "check_cover", "dcp_manifest", "dcp_values", "is_dcp"]
 
 METADATA = ".metadata"
 CHECKPOINT = "torch.distributed.checkpoint"
-TORCH_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-}
-_EDGE = 4096  # bytes read at once at both ends of an archive, which have all but the elements
 
 
 def is_dcp(folder: Path) -> bool:
@@ -94,7 +74,7 @@ def _manifest(folder: Path, metadata: Any) -> Manifest:
                     continue
                 entry, shape = tensors[name, offsets]
                 where = f"{folder / file}: {name!r}"
-                archive = _Archive(descriptor, folder / file, info.offset, info.length, size, where)
+                archive = Archive(descriptor, folder / file, info.offset, info.length, size, where)
                 start = archive.elements(shape, entry.kind.itemsize)
                 strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
                 listed[addresses[name]].append(Chunk(offsets, shape, file, start, strides))
@@ -131,7 +111,7 @@ def _value(folder: Path, name: str, info: Any) -> Any:
     try:
         with opened(path) as descriptor:
             size = os.fstat(descriptor).st_size
-            archive = _Archive(descriptor, path, info.offset, info.length, size, where)
+            archive = Archive(descriptor, path, info.offset, info.length, size, where)
             return read_pickle(archive.record("data.pkl"), value_names(), where)
     except InvalidCheckpointError as error:
         return Unreadable(str(error))
@@ -231,106 +211,3 @@ def _with_lists(value: Any) -> Any:
         return value
     inner = {key: _with_lists(each) for key, each in value.items()}
     return [inner[at] for at in range(len(inner))] if inner and set(inner) == set(range(len(inner))) else inner
-
-
-class _Archive(io.RawIOBase):
-    """The archive of `torch.save` in a range of a file.
-
-    Args:
-        descriptor: of the open file.
-        path: of the file.
-        offset: where the archive starts.
-        length: its bytes.
-        size: of the file.
-        where: file and tensor, for errors.
-
-    Raises:
-        InvalidCheckpointError: the file ends before, or it is no archive.
-    """
-
-    def __init__(self, descriptor: int, path: Path, offset: int, length: int, size: int, where: str) -> None:
-        if not 0 <= offset <= offset + length <= size:
-            raise InvalidCheckpointError(
-                f"{where} is said to be at [{offset}, {offset + length}) of {size} bytes: the file is cut off"
-            )
-        self._descriptor, self._path, self._offset, self._length = descriptor, path, offset, length
-        self._at, self._where = 0, where
-        ends = (0, min(_EDGE, length)), (max(0, length - _EDGE), length)
-        self._edges = [(start, stop, self._bytes(start, stop)) for start, stop in ends]
-        try:
-            self._records = {info.filename: info for info in zipfile.ZipFile(self).infolist()}  # type: ignore[arg-type]
-        except zipfile.BadZipFile as error:
-            raise InvalidCheckpointError(f"{where} is no archive of torch.save: {error}") from None
-
-    def elements(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Return where in the file the elements of the archive's tensor start.
-
-        Raises:
-            InvalidCheckpointError: the archive has no tensor, or one of another shape or order of elements.
-        """
-        tensor = read_pickle(self.record("data.pkl"), tensor_names(), self._where)
-        if not isinstance(tensor, StoredTensor) or tensor.size != shape:
-            got = list(tensor.size) if isinstance(tensor, StoredTensor) else type(tensor).__name__
-            raise InvalidCheckpointError(f"{self._where} has {got}, expected a tensor of shape {list(shape)}")
-        expected = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        if any(size > 1 and a != b for size, a, b in zip(shape, tensor.stride, expected, strict=True)) and prod(shape):
-            raise InvalidCheckpointError(f"{self._where} has strides {tensor.stride}, expected a row-major tensor")
-        if any(name.endswith("/byteorder") for name in self._records) and self.record("byteorder") != b"little":
-            raise InvalidCheckpointError(f"{self._where} was written by a big-endian machine")
-        start, stop = self._range(f"data/{tensor.storage}")
-        first = start + tensor.offset * itemsize
-        if first + prod(shape) * itemsize > stop:
-            raise InvalidCheckpointError(f"{self._where} has {stop - start} bytes, too few for {list(shape)}")
-        return self._offset + first
-
-    def record(self, name: str) -> bytes:
-        """Return the content of a record."""
-        return self._bytes(*self._range(name))
-
-    def _range(self, name: str) -> tuple[int, int]:
-        found = [info for full, info in self._records.items() if full.partition("/")[2] == name]
-        if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
-            raise InvalidCheckpointError(f"{self._where} has no record {name!r} that is not compressed")
-        at = found[0].header_offset
-        header = self._bytes(at, at + 30)
-        start = at + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        if start + found[0].file_size > self._length:
-            raise InvalidCheckpointError(f"{self._where}: record {name!r} is cut off")
-        return start, start + found[0].file_size
-
-    def _bytes(self, start: int, stop: int) -> bytes:
-        for low, high, content in getattr(self, "_edges", ()):
-            if low <= start <= stop <= high:
-                return content[start - low : stop - low]
-        if not 0 <= start <= stop <= self._length:
-            raise InvalidCheckpointError(f"{self._where}: [{start}, {stop}) is outside of its {self._length} bytes")
-        data = np.empty(stop - start, np.uint8)
-        read_at(self._descriptor, data, self._offset + start, self._path)
-        return data.tobytes()
-
-    def seekable(self) -> bool:
-        """Say that `seek` works."""
-        return True
-
-    def readable(self) -> bool:
-        """Say that `read` works."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError(f"position {base + offset}")
-        self._at = base + offset
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        """Return bytes from the position on."""
-        stop = self._length if size < 0 else min(self._at + size, self._length)
-        data = self._bytes(min(self._at, stop), stop)
-        self._at = max(self._at, stop)
-        return data

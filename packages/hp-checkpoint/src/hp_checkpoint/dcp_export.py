@@ -18,8 +18,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from hp_checkpoint.archives import TORCH_NAMES
 from hp_checkpoint.conversions import casts_to, converted, dtype_named
-from hp_checkpoint.dcp import CHECKPOINT, METADATA, TORCH_NAMES, is_dcp
+from hp_checkpoint.dcp import CHECKPOINT, METADATA, is_dcp
 from hp_checkpoint.export import MODEL, new_folder
 from hp_checkpoint.files import Entry, Kind
 from hp_checkpoint.loading import read_tree, verify_files
@@ -27,7 +28,7 @@ from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.pickling import Call, Name, Object, Reference, pickled
 from hp_checkpoint.saving import STATE
 from hp_checkpoint.sources import open_source
-from hp_checkpoint.state import Address, decode
+from hp_checkpoint.state import Address, TensorPlace, decode
 from hp_checkpoint.storage import sync, write_small
 from hp_checkpoint.streams import read_range
 
@@ -49,7 +50,7 @@ def to_dcp(folder: Path, target: Path, *, dtype: str | None = None, weights_only
     ``step``. The tensors of a folder without such a state, as the hub's, have the names of the model.
 
     Args:
-        folder: a checkpoint, a Hugging Face folder, or a file of safetensors.
+        folder: a checkpoint, a Hugging Face folder, or a file, as `open_source` takes it.
         target: a folder that doesn't exist.
         dtype: of the model's floating-point tensors, as "bfloat16". Default None: as they are.
         weights_only: write the model's tensors alone, under the model's names.
@@ -62,14 +63,16 @@ def to_dcp(folder: Path, target: Path, *, dtype: str | None = None, weights_only
     own = None if dtype is None else dtype_named(dtype)
     if is_dcp(folder):
         raise ValueError(f"{folder} is of torch.distributed.checkpoint already")
-    manifest, folder = open_source(folder)
+    manifest, folder, tree = open_source(folder)
     if weights_only and MODEL not in manifest.parts:
         raise ValueError(f"{folder} has no tensors under 'model', but the parts {', '.join(manifest.parts) or 'none'}")
     if any(file.rows for file in manifest.files.values()):
         verify_files(manifest, folder)
-    leaves = _leaves(manifest, folder, weights_only)
+    if STATE in manifest.files:
+        tree = decode(read_tree(manifest, folder), TensorPlace)
+    leaves = _leaves(manifest, None if weights_only else tree, str(folder))
     kinds: dict[Address, Kind] = {}
-    for part, name in {leaf: None for leaf in leaves.values() if isinstance(leaf, _Tensor)}:
+    for part, name in {leaf: None for leaf in leaves.values() if isinstance(leaf, TensorPlace)}:
         entry = manifest.parts[part][name]
         changed = part == MODEL and own is not None and casts_to(name, entry.kind.dtype, own)
         kinds[part, name] = Kind(str(own), entry.kind.shape) if changed else entry.kind
@@ -101,26 +104,25 @@ def blocks(shape: Sizes, itemsize: int, limit: int = _CHUNK) -> Iterator[tuple[t
             yield (*outer, start, *(0 for _ in inner)), sizes
 
 
-class _Tensor(tuple[str, str]):
-    """The address of a tensor, in its place in the state."""
+def _leaves(manifest: Manifest, tree: Any, where: str) -> dict[Keys, Any]:
+    """Return tensors and values by their paths in the state, as torch.distributed.checkpoint divides one.
 
-    __slots__ = ()
-
-
-def _leaves(manifest: Manifest, folder: Path, weights_only: bool) -> dict[Keys, Any]:
-    """Return tensors and values by their paths in the state, as torch.distributed.checkpoint divides one."""
-    if weights_only or STATE not in manifest.files:
-        entries = {(part, name) for part, inner in manifest.parts.items() for name in inner if part == MODEL}
-        own: dict[Keys, Any] = {(name,): _Tensor((part, name)) for part, name in sorted(entries)}
+    Args:
+        manifest: of the checkpoint.
+        tree: the state; None for the model's tensors alone.
+        where: its place, for errors.
+    """
+    if tree is None:
+        own: dict[Keys, Any] = {(name,): TensorPlace((MODEL, name)) for name in sorted(manifest.parts.get(MODEL, {}))}
         aliases = manifest.aliases.get(MODEL, {}).items()
-        return own | {(name,): _Tensor((MODEL, first)) for name, first in aliases}
+        return own | {(name,): TensorPlace((MODEL, first)) for name, first in aliases}
     found: dict[Keys, Any] = {}
-    _divide(decode(read_tree(manifest, folder), _Tensor), (), found)
+    _divide(tree, (), found)
     names: dict[str, Keys] = {}
     for path in found:
         other = names.setdefault(_dotted(path), path)
         if other != path:
-            raise ValueError(f"{folder}: {path} and {other} are both {_dotted(path)!r} in torch.distributed.checkpoint")
+            raise ValueError(f"{where}: {path} and {other} are both {_dotted(path)!r} in torch.distributed.checkpoint")
     return found
 
 
@@ -131,7 +133,7 @@ def _divide(value: Any, path: Keys, found: dict[Keys, Any]) -> None:
     elif isinstance(value, list) and _divided(value):
         for number, inner in enumerate(value):
             _divide(inner, (*path, number), found)
-    elif isinstance(value, tuple) and not isinstance(value, _Tensor) and _has_tensors(value):
+    elif isinstance(value, tuple) and not isinstance(value, TensorPlace) and _has_tensors(value):
         raise ValueError(
             f"{_dotted(path)!r} is a tuple with tensors, into which torch.distributed.checkpoint can't load"
         )
@@ -140,18 +142,18 @@ def _divide(value: Any, path: Keys, found: dict[Keys, Any]) -> None:
 
 
 def _divided(values: list[Any]) -> bool:
-    return any(isinstance(e, (Mapping, _Tensor)) or isinstance(e, list) and _divided(e) for e in values)
+    return any(isinstance(e, (Mapping, TensorPlace)) or isinstance(e, list) and _divided(e) for e in values)
 
 
 def _has_tensors(value: Any) -> bool:
-    if isinstance(value, _Tensor):
+    if isinstance(value, TensorPlace):
         return True
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return any(_has_tensors(each) for each in inner)
 
 
 def _values(leaves: Mapping[Keys, Any]) -> dict[str, Any]:
-    return {_dotted(path): leaf for path, leaf in leaves.items() if not isinstance(leaf, _Tensor)}
+    return {_dotted(path): leaf for path, leaf in leaves.items() if not isinstance(leaf, TensorPlace)}
 
 
 def _dotted(path: Keys) -> str:
@@ -198,7 +200,7 @@ def _metadata(
     storage: dict[Object, Object] = {}
     for path, leaf in leaves.items():
         name = _dotted(path)
-        if not isinstance(leaf, _Tensor):
+        if not isinstance(leaf, TensorPlace):
             described[name] = of("BytesStorageMetadata")
             storage[of("MetadataIndex", {"fqn": name, "index": None})] = values[name]
             continue

@@ -14,8 +14,8 @@ import numpy as np
 from hp_checkpoint.conversions import casts_to, converted, dtype_named
 from hp_checkpoint.files import File, Kind, index_of, lay_out
 from hp_checkpoint.loading import verify_files
-from hp_checkpoint.manifest import MANIFEST, Manifest
-from hp_checkpoint.sources import open_checkpoint
+from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.sources import open_source
 from hp_checkpoint.storage import check_space, opened, part_folder, read_small, sync, write_at, write_small
 from hp_checkpoint.streams import stream
 
@@ -43,7 +43,8 @@ def to_hugging_face(folder: Path, target: Path, *, dtype: str | None = None) -> 
     """Write a checkpoint's model alone as a Hugging Face folder, verified, and return its files.
 
     Args:
-        folder: a checkpoint, one of torch.distributed.checkpoint, or a Hugging Face folder.
+        folder: a checkpoint, one of torch.distributed.checkpoint, a Hugging Face folder, or a file, as `open_source`
+            takes it.
         target: a folder that doesn't exist.
         dtype: of floating-point tensors, as "bfloat16". Default None: as they are.
 
@@ -52,7 +53,7 @@ def to_hugging_face(folder: Path, target: Path, *, dtype: str | None = None) -> 
         InvalidCheckpointError: a file differs from its checksums.
     """
     own = None if dtype is None else dtype_named(dtype)
-    manifest = opened_model(folder)
+    manifest, folder = opened_model(folder)
     entries = manifest.parts[MODEL]
     kinds = {}
     for name, entry in entries.items():
@@ -74,21 +75,21 @@ def to_hugging_face(folder: Path, target: Path, *, dtype: str | None = None) -> 
     return sorted(names)
 
 
-def opened_model(folder: Path) -> Manifest:
-    """Open a folder that has a model, and verify the model's files.
+def opened_model(source: Path) -> tuple[Manifest, Path]:
+    """Open a folder or a file that has a model, and verify the model's files; return their folder, too.
 
     Raises:
         ValueError: it has tensors of other parts alone.
         InvalidCheckpointError: a file differs from its checksums.
     """
-    manifest = open_checkpoint(folder)
+    manifest, folder, _ = open_source(source)
     if MODEL not in manifest.parts:
-        raise ValueError(f"{folder} has no tensors under 'model', but the parts {', '.join(manifest.parts) or 'none'}")
-    if (folder / MANIFEST).exists():
+        raise ValueError(f"{source} has no tensors under 'model', but the parts {', '.join(manifest.parts) or 'none'}")
+    if any(file.rows for file in manifest.files.values()):
         used = {entry.file for entry in manifest.parts[MODEL].values()} | {*_TEXTS}
         files = {name: file for name, file in manifest.files.items() if name in used}
         verify_files(Manifest(None, manifest.parts, files, {}, manifest.block_bytes), folder)
-    return manifest
+    return manifest, folder
 
 
 @contextmanager

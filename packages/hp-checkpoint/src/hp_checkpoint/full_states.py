@@ -16,6 +16,7 @@ from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.port import port
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import save_state
+from hp_checkpoint.sources import TORCH_FILES
 from hp_checkpoint.state import Address, unreadable
 from hp_checkpoint.tensors import is_tensor
 
@@ -131,9 +132,10 @@ def convert_full_checkpoint_to_dcp(src: Folder, dst: Folder, src_platform: Liter
     """Write a complete checkpoint so that torch.distributed.checkpoint loads it into any layout, in bounded memory.
 
     Args:
-        src: a checkpoint's or a Hugging Face model's folder, or a file of safetensors.
+        src: a checkpoint's or a Hugging Face model's folder, a file of safetensors, of `torch.save` (.pt, .pth, .bin;
+            its pickle is read without running it) or of `mindspore.save_checkpoint` (.ckpt).
         dst: a folder that doesn't exist.
-        src_platform: the framework that saved it. Safetensors are the same of both.
+        src_platform: the framework that saved it.
 
     Raises:
         ValueError: another platform, or a file of another format.
@@ -141,7 +143,11 @@ def convert_full_checkpoint_to_dcp(src: Folder, dst: Folder, src_platform: Liter
     """
     if src_platform not in ("torch", "mindspore"):
         raise ValueError(f"src_platform={src_platform!r}: expected 'torch' or 'mindspore'")
-    to_dcp(Path(src).absolute(), Path(dst).absolute())
+    source = Path(src).absolute()
+    other = {".ckpt": "mindspore"} | dict.fromkeys(TORCH_FILES, "torch")
+    if source.is_file() and other.get(source.suffix, src_platform) != src_platform:
+        raise ValueError(f"{source} is a file of {other[source.suffix]}, and src_platform={src_platform!r}")
+    to_dcp(source, Path(dst).absolute())
 
 
 def _full_state(folder: Path, manifest: Manifest) -> dict[str, Any]:

@@ -5,17 +5,31 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hp_checkpoint.errors import InvalidCheckpointError
 
-__all__ = ["Plain", "Storage", "StoredTensor", "plain", "read_pickle", "tensor_names", "value_names"]
+__all__ = ["Names", "Plain", "Storage", "StoredTensor", "plain", "read_pickle", "tensor_names", "value_names"]
 
 Names = Mapping[tuple[str, str], Any]
 _DTYPES = """
 float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64
 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool
 """.split()
+_KINDS = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+}
 
 
 class Plain:
@@ -39,10 +53,12 @@ def plain(name: str) -> type[Plain]:
     return type(name, (Plain,), {})
 
 
-class Storage(str):
-    """The name of the record with a tensor's elements."""
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The record with a tensor's elements, and the kind of these, as "Float"."""
 
-    __slots__ = ()
+    key: str
+    kind: str
 
 
 class StoredTensor:
@@ -53,10 +69,16 @@ class StoredTensor:
         offset: of the first element.
         size: its shape.
         stride: of each dim.
+        requires_grad: not read.
+        hooks: not read.
+        others: the dtype, where the storage has bytes.
     """
 
-    def __init__(self, storage: Storage, offset: int, size: Any, stride: Any, *_: Any) -> None:
+    def __init__(
+        self, storage: Storage, offset: int, size: Any, stride: Any, requires_grad: Any, hooks: Any, *others: Any
+    ) -> None:
         self.storage, self.offset, self.size, self.stride = storage, offset, tuple(size), tuple(stride)
+        self.dtype: str = others[0] if storage.kind == "Untyped" else _KINDS[storage.kind]
 
 
 def read_pickle(content: bytes, names: Names, where: str) -> Any:
@@ -93,10 +115,10 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         """Return the record of a tensor's elements."""
-        kind, _, key, *_ = pid
+        kind, kind_of_elements, key, *_ = pid
         if kind != "storage":
             raise InvalidCheckpointError(f"{self._where} refers to a {kind!r}, expected a storage")
-        return Storage(key)
+        return Storage(key, kind_of_elements)
 
 
 def _of_parameter(data: Any, *_: Any) -> Any:
@@ -110,8 +132,9 @@ def value_names() -> dict[tuple[str, str], Callable[..., Any]]:
 
 def tensor_names() -> dict[tuple[str, str], Any]:
     """Return the names that a pickle of one plain tensor may have."""
-    kinds = "Double Float Half BFloat16 Long Int Short Char Byte Bool ComplexFloat Untyped".split()
-    storages = {(module, f"{kind}Storage"): kind for kind in kinds for module in ("torch", "torch.storage")}
+    storages = {
+        (module, f"{kind}Storage"): kind for kind in (*_KINDS, "Untyped") for module in ("torch", "torch.storage")
+    }
     dtypes = {("torch", name): name for name in _DTYPES}
     rebuilt = {("torch._utils", f"_rebuild_tensor_v{version}"): StoredTensor for version in (2, 3)}
     return {**value_names(), **storages, **dtypes, **rebuilt, ("torch._utils", "_rebuild_parameter"): _of_parameter}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,12 +13,15 @@ from hp_checkpoint.dcp import dcp_manifest, is_dcp
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import Entry, check_file_name, header_length, read_header, strict_json
 from hp_checkpoint.manifest import MANIFEST, FileSums, Manifest
+from hp_checkpoint.mindspore_files import mindspore_file
 from hp_checkpoint.storage import opened, read_at, read_small
+from hp_checkpoint.torch_files import torch_file
 
-__all__ = ["has_safetensors", "open_checkpoint", "open_source"]
+__all__ = ["TORCH_FILES", "has_safetensors", "open_checkpoint", "open_source"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+TORCH_FILES = (".pt", ".pth", ".bin")
 _PICKLES = ("*.distcp", "*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -46,26 +50,36 @@ def open_checkpoint(folder: Path) -> Manifest:
     if pickles:
         raise InvalidCheckpointError(
             f"{folder} has {', '.join(sorted(pickles)[:3])}, which are pickles: loading them would run code, so they"
-            " are refused. Load them with the library that wrote them, and save the state with hp_checkpoint.save or"
-            " safetensors"
+            " are refused. `hyper-parallel checkpoint convert FILE TARGET` reads one of torch.save without running it;"
+            " else load it with the library that wrote it, and save the state with hp_checkpoint.save or safetensors"
         )
     within = sorted(each.parent for pattern in ("*", "*/*") for each in folder.glob(f"{pattern}/{MANIFEST}"))
     has = f", but the checkpoints {', '.join(map(str, within[-5:]))}: name one of them" if within else ""
     raise InvalidCheckpointError(f"{folder} is no checkpoint: it has neither {MANIFEST} nor {_SINGLE}{has}")
 
 
-def open_source(path: Path) -> tuple[Manifest, Path]:
-    """Return the manifest of a checkpoint's folder, or of a file of safetensors, and the folder.
+def open_source(path: Path) -> tuple[Manifest, Path, Any]:
+    """Return the manifest of a checkpoint's folder or of a file, the folder, and the state that a file has.
+
+    A file is one of safetensors, of `torch.save` or of `mindspore.save_checkpoint`.
 
     Raises:
         FileNotFoundError: there is no such folder or file.
         InvalidCheckpointError: it is damaged, or a file of another format.
     """
     if not path.is_file():
-        return open_checkpoint(path), path
-    if path.suffix != ".safetensors":
-        raise InvalidCheckpointError(f"{path} is no file of safetensors; expected one, or a checkpoint's folder")
-    return _of_headers(path.parent, [check_file_name(path.name, str(path))]), path.parent
+        return open_checkpoint(path), path, None
+    if path.suffix == ".safetensors":
+        return _of_headers(path.parent, [path.name]), path.parent, None
+    if path.suffix in TORCH_FILES:
+        manifest, state = torch_file(path)
+        return manifest, path.parent, state
+    if path.suffix == ".ckpt":
+        return mindspore_file(path), path.parent, None
+    raise InvalidCheckpointError(
+        f"{path} is a file of another format; expected .safetensors, {', '.join(TORCH_FILES)} of torch.save, .ckpt of"
+        " MindSpore, or a checkpoint's folder"
+    )
 
 
 def has_safetensors(folder: Path) -> bool:

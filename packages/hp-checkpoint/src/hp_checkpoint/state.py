@@ -12,7 +12,19 @@ from typing import Any
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.tensors import is_tensor
 
-__all__ = ["Address", "State", "Unreadable", "address", "decode", "fill", "flatten", "merge", "unreadable", "values_of"]
+__all__ = [
+    "Address",
+    "State",
+    "TensorPlace",
+    "Unreadable",
+    "address",
+    "decode",
+    "fill",
+    "flatten",
+    "merge",
+    "unreadable",
+    "values_of",
+]
 
 Address = tuple[str, str]
 """Of a tensor: its part (the first word of its file's name) and its name in the part."""
@@ -20,6 +32,12 @@ Address = tuple[str, str]
 _PART = re.compile(r"[A-Za-z0-9_]+")
 _TENSOR, _FLOAT, _TUPLE, _PAIRS = "__tensor__", "__float__", "__tuple__", "__pairs__"
 _MARKS = {_TENSOR, _FLOAT, _TUPLE, _PAIRS}
+
+
+class TensorPlace(tuple[str, str]):
+    """The address of a tensor, in its place in a state."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,164 @@
+"""Archives of `torch.save`: zip files that are not compressed, read in place and without running their pickles."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hp_checkpoint.errors import InvalidCheckpointError
+from hp_checkpoint.pickles import Names, StoredTensor, read_pickle, tensor_names
+from hp_checkpoint.storage import read_at
+
+__all__ = ["TORCH_NAMES", "Archive"]
+
+TORCH_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+"""The dtypes of safetensors by their names in PyTorch."""
+
+_EDGE = 4096  # bytes read at once at both ends of an archive, which have all but the elements
+
+
+class Archive(io.RawIOBase):
+    """The archive of `torch.save` in a range of a file.
+
+    Args:
+        descriptor: of the open file.
+        path: of the file.
+        offset: where the archive starts.
+        length: its bytes.
+        size: of the file.
+        where: file and tensor, for errors.
+
+    Raises:
+        InvalidCheckpointError: the file ends before, or it is no archive.
+    """
+
+    def __init__(self, descriptor: int, path: Path, offset: int, length: int, size: int, where: str) -> None:
+        if not 0 <= offset <= offset + length <= size:
+            raise InvalidCheckpointError(
+                f"{where} is said to be at [{offset}, {offset + length}) of {size} bytes: the file is cut off"
+            )
+        self._descriptor, self._path, self._offset, self._length = descriptor, path, offset, length
+        self._at, self._where = 0, where
+        ends = (0, min(_EDGE, length)), (max(0, length - _EDGE), length)
+        self._edges = [(start, stop, self._bytes(start, stop)) for start, stop in ends]
+        try:
+            self._records = {info.filename: info for info in zipfile.ZipFile(self).infolist()}  # type: ignore[arg-type]
+        except InvalidCheckpointError:
+            raise
+        except Exception as error:  # whatever a damaged one leads to
+            raise InvalidCheckpointError(f"{where} is no archive of torch.save: {error}") from None
+
+    def elements(self, shape: tuple[int, ...], itemsize: int) -> int:
+        """Return where in the file the elements of the archive's tensor start.
+
+        Raises:
+            InvalidCheckpointError: the archive has no tensor, or one of another shape or order of elements.
+        """
+        tensor = self.content()
+        if not isinstance(tensor, StoredTensor) or tensor.size != shape:
+            got = list(tensor.size) if isinstance(tensor, StoredTensor) else type(tensor).__name__
+            raise InvalidCheckpointError(f"{self._where} has {got}, expected a tensor of shape {list(shape)}")
+        expected = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        if any(size > 1 and a != b for size, a, b in zip(shape, tensor.stride, expected, strict=True)) and prod(shape):
+            raise InvalidCheckpointError(f"{self._where} has strides {tensor.stride}, expected a row-major tensor")
+        return self.place(tensor, itemsize)
+
+    def content(self, names: Names | None = None) -> Any:
+        """Return what was saved, with a `StoredTensor` for each tensor.
+
+        Args:
+            names: what the pickle may name. Default None: what that of one tensor may.
+        """
+        return read_pickle(self.record("data.pkl"), tensor_names() if names is None else names, self._where)
+
+    def place(self, tensor: StoredTensor, itemsize: int) -> int:
+        """Return where in the file the elements of a tensor start.
+
+        Raises:
+            InvalidCheckpointError: they are outside of the archive, or of another byte order.
+        """
+        if any(name.endswith("/byteorder") for name in self._records) and self.record("byteorder") != b"little":
+            raise InvalidCheckpointError(f"{self._where} was written by a big-endian machine")
+        start, stop = self._range(f"data/{tensor.storage.key}")
+        first = start + tensor.offset * itemsize
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size, tensor.stride, strict=True))
+        if tensor.offset < 0 or min((*tensor.size, *tensor.stride), default=0) < 0:
+            raise InvalidCheckpointError(f"{self._where} has a tensor of size {tensor.size}, strides {tensor.stride}")
+        if first + (extent if prod(tensor.size) else 0) * itemsize > stop:
+            raise InvalidCheckpointError(f"{self._where} has {stop - start} bytes, too few for {list(tensor.size)}")
+        return self._offset + first
+
+    def record(self, name: str) -> bytes:
+        """Return the content of a record."""
+        return self._bytes(*self._range(name))
+
+    def _range(self, name: str) -> tuple[int, int]:
+        found = [info for full, info in self._records.items() if full.partition("/")[2] == name]
+        if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
+            raise InvalidCheckpointError(f"{self._where} has no record {name!r} that is not compressed")
+        at = found[0].header_offset
+        header = self._bytes(at, at + 30)
+        start = at + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        if start + found[0].file_size > self._length:
+            raise InvalidCheckpointError(f"{self._where}: record {name!r} is cut off")
+        return start, start + found[0].file_size
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        for low, high, content in getattr(self, "_edges", ()):
+            if low <= start <= stop <= high:
+                return content[start - low : stop - low]
+        if not 0 <= start <= stop <= self._length:
+            raise InvalidCheckpointError(f"{self._where}: [{start}, {stop}) is outside of its {self._length} bytes")
+        data = np.empty(stop - start, np.uint8)
+        read_at(self._descriptor, data, self._offset + start, self._path)
+        return data.tobytes()
+
+    def seekable(self) -> bool:
+        """Say that `seek` works."""
+        return True
+
+    def readable(self) -> bool:
+        """Say that `read` works."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError(f"position {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        """Return bytes from the position on."""
+        stop = self._length if size < 0 else min(self._at + size, self._length)
+        data = self._bytes(min(self._at, stop), stop)
+        self._at = max(self._at, stop)
+        return data

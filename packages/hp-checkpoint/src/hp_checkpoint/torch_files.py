@@ -1,0 +1,71 @@
+"""Files of `torch.save` with a state: its tensors in place, its values, and no code of it run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from hp_checkpoint.archives import TORCH_NAMES, Archive
+from hp_checkpoint.errors import InvalidCheckpointError
+from hp_checkpoint.files import Chunk, Entry, Kind
+from hp_checkpoint.manifest import FileSums, Manifest
+from hp_checkpoint.pickles import StoredTensor, tensor_names
+from hp_checkpoint.state import TensorPlace, address
+from hp_checkpoint.storage import opened
+
+__all__ = ["torch_file"]
+
+
+class _Ordered(dict[Any, Any]):
+    """An ordered dictionary, which may have attributes, as a state of a module has its ``_metadata``."""
+
+
+def torch_file(path: Path) -> tuple[Manifest, Any]:
+    """Return the tensors of a file of `torch.save`, and the state, with a `TensorPlace` for each tensor.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        InvalidCheckpointError: it is damaged, of the format before PyTorch 1.6, or names code.
+    """
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        archive = Archive(descriptor, path, 0, size, size, str(path))
+        state = archive.content({**tensor_names(), ("collections", "OrderedDict"): _Ordered})
+        if not isinstance(state, Mapping):
+            raise InvalidCheckpointError(f"{path} has a {type(state).__name__}, expected a dictionary")
+        top = "state" if "model" in state else "model"
+        parts: dict[str, dict[str, Entry]] = {}
+
+        def visit(value: Any, keys: tuple[Any, ...]) -> Any:
+            if isinstance(value, StoredTensor):
+                at = TensorPlace(address(keys, top))
+                parts.setdefault(at[0], {})[at[1]] = _entry(path, archive, at[1], value)
+                return at
+            if isinstance(value, Mapping):
+                return {key: visit(inner, (*keys, key)) for key, inner in value.items()}
+            if isinstance(value, (list, tuple)):
+                return type(value)(visit(inner, (*keys, number)) for number, inner in enumerate(value))
+            return value
+
+        tree = visit(state, ())
+    return Manifest(None, parts, {path.name: FileSums(size, ())}), tree
+
+
+def _entry(path: Path, archive: Archive, name: str, tensor: StoredTensor) -> Entry:
+    where = f"{path}: {name!r}"
+    if tensor.dtype not in TORCH_NAMES:
+        raise InvalidCheckpointError(f"{where} has dtype {tensor.dtype}, which safetensors lacks")
+    if any(size > 1 and not stride for size, stride in zip(tensor.size, tensor.stride, strict=True)):
+        raise InvalidCheckpointError(f"{where} repeats elements (strides {tensor.stride}); save it after .contiguous()")
+    kind = Kind(TORCH_NAMES[tensor.dtype], tensor.size)
+    start = archive.place(tensor, kind.itemsize)
+    if tensor.stride == tuple(prod(tensor.size[dim + 1 :]) for dim in range(len(tensor.size))):
+        return Entry(name, kind, path.name, start)
+    return Entry(
+        name, kind, path.name, start, (Chunk((0,) * len(tensor.size), tensor.size, path.name, start, tensor.stride),)
+    )

@@ -1,0 +1,100 @@
+"""Files of torch.save, read in place and without running them."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hp_checkpoint import InvalidCheckpointError, convert_full_checkpoint_to_dcp, dcp_to_full_state_dict
+from hp_checkpoint.extend import to_hugging_face
+from hp_checkpoint.torch_files import torch_file
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated")
+
+
+def test_a_training_s_state(tmp_path):
+    """Of a module and an optimizer; views, other strides, and dtypes that have no storage class."""
+    model = torch.nn.Linear(5, 7)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 5)).sum().backward()
+    optimizer.step()
+    base = torch.arange(24).reshape(4, 6)
+    others = {
+        "turned": base.t(),
+        "part": base[1:3, 2:5],
+        "u16": torch.arange(3).to(torch.uint16),
+        "empty": torch.zeros(0, 2),
+    }
+    others |= {"fp8": torch.ones(4).to(torch.float8_e4m3fn), "parameter": model.weight, "scalar": torch.tensor(2.0)}
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 3, "more": [others, None, "x"]}
+    torch.save(state, tmp_path / "all.pt")
+    convert_full_checkpoint_to_dcp(tmp_path / "all.pt", tmp_path / "dcp", "torch")
+    found = dcp_to_full_state_dict(tmp_path / "dcp")
+    assert found["step"] == 3 and found["more"][1:] == [None, "x"]
+    assert found["optim"]["param_groups"] == state["optim"]["param_groups"]
+    pairs = [(found["model"][name], each) for name, each in state["model"].items()]
+    pairs += [(found["more"][0][name], each) for name, each in others.items()]
+    pairs += [(found["optim"]["state"][str(n)][k], v) for n, s in state["optim"]["state"].items() for k, v in s.items()]
+    for got, each in pairs:
+        assert got.dtype == each.dtype and got.shape == each.shape and got.tolist() == each.tolist()
+
+
+def test_the_weights_of_an_older_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    weights = {"w": torch.randn(3, 4), "b": torch.arange(3).bfloat16()}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    assert to_hugging_face(tmp_path / "pytorch_model.bin", tmp_path / "model") == ["config.json", "model.safetensors"]
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(found[name], each) for name, each in weights.items())
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"w": Evil()}, r"names posix.system, which is refused"),
+        ([torch.zeros(1)], "has a list, expected a dictionary"),
+        ({"w": torch.zeros(1).expand(3)}, r"'w' repeats elements"),
+        ({"w": torch.zeros(2, dtype=torch.complex128)}, r"names torch.ComplexDoubleStorage"),
+        (torch.nn.Linear(1, 1), r"names torch.nn.modules.linear.Linear"),
+    ],
+    ids=["code", "list", "repeated", "dtype", "module"],
+)
+def test_what_is_refused(value, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(value, tmp_path / "x.pt")
+    with pytest.raises(InvalidCheckpointError, match=text):
+        convert_full_checkpoint_to_dcp(tmp_path / "x.pt", tmp_path / "dcp", "torch")
+    assert sorted(os.listdir(tmp_path)) == ["x.pt"]
+
+
+def test_damaged_files_and_other_platforms(tmp_path):
+    torch.save({"w": torch.zeros(5000)}, tmp_path / "x.pt")
+    content = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(content[: len(content) // 2])
+    with pytest.raises(InvalidCheckpointError, match="x.pt is no archive of torch.save"):
+        to_hugging_face(tmp_path / "x.pt", tmp_path / "model")
+    damaged = random.Random(0)
+    for _ in range(300):
+        changed = bytearray(content)
+        for at in (damaged.randrange(600), damaged.randrange(len(content) - 600, len(content))):
+            changed[at] = damaged.randrange(256)
+        (tmp_path / "x.pt").write_bytes(changed)
+        try:
+            torch_file(tmp_path / "x.pt")
+        except InvalidCheckpointError:
+            pass
+    torch.save({"w": torch.zeros(5)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(InvalidCheckpointError, match="x.pt is no archive of torch.save"):
+        to_hugging_face(tmp_path / "x.pt", tmp_path / "model")
+    with pytest.raises(ValueError, match="x.pt is a file of torch, and src_platform='mindspore'"):
+        convert_full_checkpoint_to_dcp(tmp_path / "x.pt", tmp_path / "dcp", "mindspore")
+    assert sorted(os.listdir(tmp_path)) == ["x.pt"]
