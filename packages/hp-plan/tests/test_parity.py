@@ -48,7 +48,7 @@ def check(plan: ParallelPlan) -> None:
     assert result.passed, f"{result.first} differs: {result.largest:.1e}"
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, 3, thorough=(1,))
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_tensor_parallel(family, attention, ranks):
@@ -61,7 +61,7 @@ def test_tensor_and_sequence_parallel(family, ranks):
     check(small_plan(family, {"tp": ranks}, styles="auto-sequence"))
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, 3, thorough=(1,))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fully_sharded(family, ranks):
     check(small_plan(family, {"dp_shard": ranks}, attention="eager"))

@@ -52,11 +52,12 @@ def alone(tmp_path_factory):
     return folder
 
 
-LAYOUTS = [{"dp_shard": 4}, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}]
-STAGES = [{"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}]
+LAYOUTS = [{"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}]
+REPLICAS, SHARDS = {"dp_replicate": 2, "tp": 2}, {"dp_shard": 4}
+THOROUGH = [pytest.param(mesh, marks=pytest.mark.thorough) for mesh in (REPLICAS, SHARDS)]
 
 
-@pytest.mark.parametrize("mesh", [*LAYOUTS, *STAGES], ids=str)
+@pytest.mark.parametrize("mesh", [*LAYOUTS, *THOROUGH], ids=str)
 def test_every_layout_trains_on_the_same_text_to_the_same_loss(tmp_path, alone, mesh):
     run_ranks(4, run, tmp_path, mesh)
     compare_runs(tmp_path, alone)
@@ -104,15 +105,15 @@ def test_validation_changes_nothing_of_the_training(tmp_path):
     assert all(text["text"].startswith(("to be", "or")) for text in texts)
 
 
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
-def test_texts_are_those_of_one_process(tmp_path, mesh):
+def test_texts_are_those_of_one_process(tmp_path):
     texts = []
-    for folder, own in {"alone": {}, "ranks": mesh}.items():
-        (tmp_path / folder).mkdir()
+    for number, mesh in enumerate(({}, {"dp_shard": 2}, {"tp": 2})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
         section = {"validation": {"prompts": ["to be"], "prompt_tokens": 12}}
-        run_ranks(2 if own else 1, run, tmp_path / folder, own, 2, changed=section)
-        texts.append((tmp_path / folder / "run" / "texts.jsonl").read_text())
-    assert texts[0] == texts[1]
+        run_ranks(2 if mesh else 1, run, folder, mesh, 2, changed=section)
+        texts.append((folder / "run" / "texts.jsonl").read_text())
+    assert texts[1] == texts[0] and texts[2] == texts[0]
     assert json.loads(texts[0])["step"] == 2
 
 
