@@ -165,6 +165,8 @@ def test_mistakes(place):
         (plan_of(place, tokenizer=missing), "data.paths: the tokenizer"),
         (plan_of(place, paths=[str(place / "c.bin")], tokenizer="bytes"), "data.tokenizer is for text, but"),
         (plan_of(place, paths=[str(place / "c.bin")], field="body"), "data.field is for text, but"),
+        (plan_of(place, max_bytes=100), "data.max_bytes is for text as bytes, but this text has a tokenizer; leave it"),
+        (plan_of(place, paths=[str(place / "c.bin")], max_bytes=100), "data.max_bytes is for text as bytes, but"),
         (plan_of(place, weights=[1, 2]), "1 paths have 2 weights"),
         (plan_of(place, model={"path": str(place / "old")}), "old has tokenizer.model, but no tokenizer.json"),
         (

@@ -88,7 +88,10 @@ def check_text_of(plan: ParallelPlan, section: DataSection) -> int | None:
         DataError: the tokenizer or a file can't be read, or an option has no effect.
         ImportError: a file needs a library that isn't installed.
     """
+    bounded = section is plan.data and section.max_bytes != DataSection().max_bytes
     if has_tokens(section):
+        if bounded:
+            raise DataError(f"data.max_bytes is for text as bytes, but {section.paths[0]} has tokens", "leave it out")
         given = {"data.tokenizer": plan.data.tokenizer is not None, "data.field": section.field != "text"}
         for key in [key for key, is_given in given.items() if is_given and section is plan.data]:
             raise DataError(f"{key} is for text, but {section.paths[0]} is a token file", "leave it out")
@@ -103,6 +106,8 @@ def check_text_of(plan: ParallelPlan, section: DataSection) -> int | None:
         if section.field != "text":
             raise DataError(f"data.field = {section.field!r} has no effect without data.tokenizer", "leave it out")
         return None
+    if bounded:
+        raise DataError("data.max_bytes is for text as bytes, but this text has a tokenizer", "leave it out")
     if section.weights and len(section.weights) != len(section.paths):
         raise DataError(f"{len(section.paths)} paths have {len(section.weights)} weights", "give one for each path")
     lines = next((file for file in files if file.suffix in DOCUMENTS_IN_A_FIELD), None)
