@@ -171,6 +171,9 @@ def hang(job):
         open(f"rank{rank}.pid", "w").write(str(os.getpid()))
     time.sleep(120)
 
+def leave(job):
+    os._exit(0)
+
 def stand_still(job):
     from hp_platform.extend import record_flight
     rank = launcher_place().rank
@@ -228,6 +231,11 @@ def test_a_rank_that_raises_ends_all_and_is_named(work, tmp_path):
     assert caught.value.rank == 1
     assert 'raise ValueError("the weights went bad")' in str(caught.value)
     assert not alive(tmp_path)
+
+
+def test_ranks_that_leave_without_a_word_are_not_waited_for(work):
+    with pytest.raises(RankFailure, match="rank 0 failed first; .*\n.*ended without a word, and msrun with 0"):
+        launch(work.leave, JOB, ranks=2)
 
 
 def test_a_hang_ends_with_the_stack(work, tmp_path):

@@ -188,8 +188,13 @@ class _Msrun:
         if raised and time.time() - raised[0][0] > _PATIENCE:
             rank = raised[0][1]
             return RankFailure(rank, (self._folder / f"rank{rank}.failure").read_text().rstrip())
-        if ended and not raised and self._process.returncode != 0:
-            return RankFailure(0, f"msrun ended with {self._process.returncode}:\n{_tail(self._log)}")
+        if ended and not raised:
+            silent = [rank for rank in range(self._ranks) if not (self._folder / f"rank{rank}.result").exists()]
+            if silent:
+                reason = f"it ended without a word, and msrun with {self._process.returncode}:\n{_tail(self._log)}"
+                return RankFailure(silent[0], reason)
+            if self._process.returncode != 0:
+                return RankFailure(0, f"msrun ended with {self._process.returncode}:\n{_tail(self._log)}")
         return None
 
     def _killed(self) -> RankFailure | None:
