@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import nn
 
-from hp_checkpoint import Checkpointer, CheckpointError, Keep, load_model
-from hp_dtensor import init_device_mesh
+from hp_checkpoint import Checkpointer, CheckpointError, Keep, load, load_model, save
+from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_fsdp import full_state_dict, fully_shard
 from hp_optim import AdamW, AdamW8bit, get_hyper_lr_scheduler, get_hyper_optimizer
+from hp_platform import get_platform
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
 
@@ -204,3 +207,49 @@ def test_an_untied_checkpoint_of_a_tied_model(tmp_path):
         checkpoints.save(2, untied)
         checkpoints.load(model)
         assert torch.equal(model[1].weight, untied[1].weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("beside", [True, False])
+def test_ranks_that_call_with_another_step(tmp_path, beside):
+    """Before anything is written, on all ranks alike; the next save is as any other."""
+    model, rank = sharded(plain(), 2, 1), get_platform().groups.rank()
+    with Checkpointer(tmp_path / "run", background=beside) as checkpoints:
+        expected = "ranks save different targets: rank 0: .*step-00000004', rank 1: .*step-00000005'; all save one"
+        with pytest.raises(ValueError, match=expected):
+            checkpoints.save(4 + rank, model)
+        with pytest.raises(CheckpointError, match="save failed on 1 of 2 ranks: rank 1: save: step must be a number"):
+            checkpoints.save(4 - 9 * rank, model)
+        assert not (tmp_path / "run").exists()
+        checkpoints.save(4, model)
+        checkpoints.save(5, model).wait()
+        with pytest.raises(ValueError, match="all ranks load one checkpoint, got .*step-00000004', '.*step-00000005'"):
+            checkpoints.load(model, step=4 + rank)
+        with pytest.raises(CheckpointError, match="load failed on 1 of 2 ranks: rank 1: load: step 9 is not in"):
+            checkpoints.load(model, step=4 + 5 * rank)
+        assert checkpoints.load(model, step=5).step == 5
+
+
+@on_ranks(2)
+def test_descriptors_do_not_grow_with_the_tensors(tmp_path, monkeypatch):
+    """Files are open one at a time; a load that exchanges bytes has the memory and the pipe of the other rank, too."""
+    mesh = init_device_mesh(device_type(), (2,))
+
+    def state(value, placement):
+        array = torch.full((2, 4), value, device=device_type())
+        return {"model": {f"w{n}": distribute_tensor(array, mesh, [placement]) for n in range(200)}}
+
+    saved, loaded = state(1.0, Shard(0)), state(0.0, Shard(1))
+    for name, call, of, limit in (("pwrite", save, saved, 4), ("preadv", load, loaded, 6)):
+        call(of, checkpoint_id=tmp_path / "c")  # opens what its collectives need
+        before, most, own = len(os.listdir("/proc/self/fd")), [0], getattr(os, name)
+
+        def counted(*arguments, own=own, most=most):
+            most.append(len(os.listdir("/proc/self/fd")))
+            return own(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, counted)
+            call(of, checkpoint_id=tmp_path / "c")
+        assert max(most) - before <= limit, (name, limit)
+    assert all(bool((value.to_local() == 1).all()) for value in loaded["model"].values())
