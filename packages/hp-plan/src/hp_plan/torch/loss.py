@@ -77,8 +77,13 @@ def backward_loss(
             weight = 1.0 if items else shares.weights[number]
             loss = loss if weight == 1.0 else loss * weight
             loss.backward()
-            total += loss.detach()
+            total += _addend(loss) if plan.run.deterministic else loss.detach()
     return total * shares.scale
+
+
+def _addend(loss: T) -> T:
+    """Round a micro-batch's loss to a multiple of 2**-40: such sums are exact, so any number of ranks has the same."""
+    return (loss.detach().double() * 2**40).round() / 2**40
 
 
 def gives_items(model: Any, inputs: dict[str, Any]) -> bool:
