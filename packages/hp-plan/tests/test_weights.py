@@ -4,7 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hp_plan import ParallelPlan, PlanError, build_model, lint
+from hp_plan import ParallelPlan, PlanError, apply, build_model, lint
+from hp_plan.torch.extend import begin, finish
+from hp_platform import get_platform
+from hp_testing import on_ranks
 
 SMALL = {
     "vocab_size": 16,
@@ -65,3 +68,18 @@ def test_a_plan_for_another_framework():
         "run.platform: the plan is for mindspore, but this process runs torch; set HYPER_PARALLEL_PLATFORM=mindspore "
         "before anything is imported"
     )
+
+
+@on_ranks(2)
+def test_a_tensor_that_one_rank_has_not_set_is_named_on_all(monkeypatch):
+    rank = get_platform().groups.rank()
+    monkeypatch.setattr("hp_plan.torch.materialize._is_unset", lambda local: rank == 1)
+    plan = ParallelPlan.from_dict(
+        {
+            "model": {"config": "LlamaConfig", "overrides": SMALL},
+            "mesh": {"dp_shard": 2},
+            "fsdp": {"groups": ["model.layers.*"]},
+        }
+    )
+    with pytest.raises(PlanError, match="nothing sets .* tensors of the model where its weights are drawn"):
+        finish(apply(begin(plan), plan), plan)

@@ -131,7 +131,8 @@ def _drawn(model: Any, seed: int, device: torch.device) -> Any:
     manual_seed(seed)
     init_parameters(model, device=device)
     own = [name for name, each in _signed(model).items() if _is_unset(each)]
-    wrong = sorted({name for each in Ranks().collect(json.dumps(own).encode()) for name in json.loads(each)})
+    everyone = Ranks().agree(lambda: json.dumps(own).encode(), "draw weights")
+    wrong = sorted({name for each in everyone for name in json.loads(each)})
     if wrong:
         message = f"nothing sets {len(wrong)} tensors of the model where its weights are drawn: {', '.join(wrong[:5])}"
         raise PlanError([Diagnostic("model.weights", message, "give weights to start from")])
