@@ -10,6 +10,7 @@ often this set was asked for, which all members know.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -42,6 +43,8 @@ def initialize(
 ) -> None:
     """Make the default group."""
     chosen = backend or dist.get_default_backend_for_device(devices.kind)
+    if init_method is None and store is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        store, rank, world_size = _restarted_store(timeout_of(pg_options, timeout))
     dist.init_process_group(
         chosen,
         init_method=init_method,
@@ -53,6 +56,23 @@ def initialize(
         device_id=device_id,
     )
     restore_priority(pg_options, _world(), chosen)
+
+
+def _restarted_store(timeout: timedelta | None) -> tuple[Any, int, int]:
+    """Return a store of this restart alone, this rank and their number.
+
+    torchrun keeps one store for all restarts: with the keys of the ranks before, others would connect to those.
+    """
+    at = os.environ
+    if at.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # rank 0's own, which is new
+        return None, -1, -1
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    shared = dist.TCPStore(at["MASTER_ADDR"], int(at["MASTER_PORT"]), is_master=False, **options)
+    return (
+        dist.PrefixStore(f"restart-{at['TORCHELASTIC_RESTART_COUNT']}", shared),
+        int(at["RANK"]),
+        int(at["WORLD_SIZE"]),
+    )
 
 
 def world() -> ProcessGroup | None:
