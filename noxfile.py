@@ -299,6 +299,14 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def recovery(session: nox.Session) -> None:
+    """Stops runs and goes on elsewhere, for ten minutes; then injects 200 faults; `-- --seed 1` for others."""
+    install(session, *PACKAGES, extras="[torch,test]")
+    for name in ("resume_matrix", "hang_matrix"):
+        session.run("python", f"packages/hyper-parallel/benchmarks/{name}.py", *session.posargs)
+
+
+@nox.session(default=False)
 def sinks(session: nox.Session) -> None:
     """Tests TensorBoard and Weights & Biases as sinks of metrics; what they wrote is read back."""
     install(session, *PACKAGES, extras="[torch,test]", others=("tensorboard", "tensorboardX", "wandb"))

@@ -127,6 +127,27 @@ def test_no_rank_outlives_torchrun(folder):
     wait_until(lambda: not alive(folder))
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("end", ["raise", "kill"])
+def test_torchrun_restarts_a_run_that_goes_on(folder, end):
+    """The rank fails in the third step of each of its processes, so once."""
+    options = ["--data", "text", "--json", "--resume", "auto", "--set", "run.checkpoint_every=1", *SLOW]
+    process = start(folder, *TORCHRUN, "train", "run.toml", "--out", "whole", *options)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    failing = write_plan(folder, "fails", victim=1, end=end)
+    restarted = [*TORCHRUN[:3], "--max-restarts", "1", *TORCHRUN[3:]]
+    process = start(folder, *restarted, "train", failing, "--out", "fails", *options)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    steps, truth = ({s["step"]: s["loss"] for s in lines_of(folder / run)} for run in ("fails", "whole"))
+    assert list(truth) == [1, 2, 3, 4] and steps.items() <= truth.items() and steps.keys() >= {1, 3, 4}
+
+
+def lines_of(run):
+    return map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_raises_ends_all_and_is_named(launcher, victim):
     run = f"raises{victim}"
@@ -148,6 +169,7 @@ def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(launcher):
     status, _, err = launcher.finish()
     assert status == 1
     assert "error: rank 1 failed first; all ranks are ended. Its end:\nkilled by SIGKILL (process" in err
+    assert "\nIt was in step 3 (step), after all_gather number " in err
     assert "note: step 2 can't be saved without rank 1: " in err and "the ranks' shards of '" in err
     assert err.count("there is no checkpoint") == 1
     assert not list((launcher.folder / "killed" / "checkpoints").iterdir())

@@ -21,7 +21,7 @@ import numpy as np
 
 from hp_platform.extend import Flight, Hang, Operation, find_hang, flight_stack, read_flight
 
-__all__ = ["Watch", "axis_of", "watching"]
+__all__ = ["Watch", "axis_of", "last_move", "watching"]
 
 _PATIENCE = 6  # times the limit: for the start, with the first step, for saves, validations and the end
 _STACKS = 5.0
@@ -152,6 +152,26 @@ def describe(
     return "\n".join(lines)
 
 
+def last_move(folder: Path, rank: int, axes: Mapping[str, int]) -> str:
+    """Tell what a rank that has ended did last; "" of one that had not begun.
+
+    Args:
+        folder: of the ranks' flight recorders.
+        rank: which.
+        axes: of the mesh.
+    """
+    flight = read_flight(folder, rank)
+    if flight is None:
+        return ""
+    operation = _waited(flight)
+    doing = f"after {_newest(flight, axes)}" if operation is None else f"in {_named(operation, axes)}"
+    return f"\nIt was in step {flight.step + 1} ({flight.phase}), {doing}"
+
+
+def _waited(flight: Flight) -> Operation | None:
+    return None if flight.waiting is None else flight.operation(*flight.waiting)
+
+
 def _cause(hang: Hang, flights: Mapping[int, Flight], states: Mapping[int, str], axes: Mapping[str, int]) -> str:
     several = len(hang.culprits) > 1
     who = f"rank{'s' if several else ''} {', '.join(map(str, hang.culprits))}"
@@ -173,7 +193,7 @@ def _cause(hang: Hang, flights: Mapping[int, Flight], states: Mapping[int, str],
 
 
 def _newest(flight: Flight, axes: Mapping[str, int]) -> str:
-    return _named(flight.last[-1], axes) if flight.last else "none"
+    return _named(flight.last[-1], axes) if flight.last else "no collective"
 
 
 def _named(operation: Operation, axes: Mapping[str, int]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import hp_plan
 import hp_platform
+from hp_pipeline import PipelineError
 from hp_plan import ParallelPlan, VerifyResult
 from hp_platform import get_platform
 from hp_platform.extend import end_with_parent, record_flight, watch_parent
@@ -75,11 +76,16 @@ def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
         get_platform().collectives.barrier()
         hp_platform.destroy_process_group()
     except RuntimeError as error:
-        if process.peer_lost(error) and not (stop is not None and stop.asked):
-            # The launcher hears of the peer that is gone, ends this rank, and reports that peer.
+        if (process.peer_lost(error) or _of_another(error)) and not (stop is not None and stop.asked):
+            # The launcher hears of the peer that is gone or raises, ends this rank, and reports that peer.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_PATIENCE)
         raise
+
+
+def _of_another(error: RuntimeError) -> bool:
+    """Tell whether an error says that a stage failed on another rank: on that one it has a cause of its own."""
+    return isinstance(error, PipelineError) and isinstance(error.__cause__, PipelineError | None)
 
 
 def train(

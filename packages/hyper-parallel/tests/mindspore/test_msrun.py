@@ -156,6 +156,7 @@ def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(folder):
     _, err = process.communicate(timeout=180)
     assert process.returncode == 1
     assert "error: rank 1 failed first; all ranks are ended. Its end:\nkilled by SIGKILL (process" in err
+    assert "\nIt was in step 3 (step), after " in err
     assert "note: step 2 was finished and not saved; there is no checkpoint; no rank was left that could" in err
     assert not alive(folder)
 

@@ -22,7 +22,7 @@ from typing import TypeVar
 from hp_plan import ParallelPlan
 from hyper_parallel.display import make_reporter
 from hyper_parallel.events import EventReader, Tail
-from hyper_parallel.hanging import watching
+from hyper_parallel.hanging import last_move, watching
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
 from hyper_parallel.mindspore.process import peer_lost
 from hyper_parallel.mindspore.rank import JOB, OUTPUT
@@ -87,11 +87,14 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
         try:
             with _signals_raise():
                 watched.wait(show)
-        except RankFailure:
+        except RankFailure as error:
             show_notes(job, ranks)
-            if watch is None or watch.failure is None:
+            hung = None if watch is None else watch.failure
+            if hung is None and not _explained(error):
+                hung = error.rank, f"{error.reason}{last_move(folder, error.rank, plan.mesh.axes)}"
+            if hung is None:
                 raise
-            raise RankFailure(*watch.failure) from None
+            raise RankFailure(*hung) from None
         except _Signalled as error:
             raise Interrupted(f"{error}: all ranks are ended") from None
         return {rank: pickle.loads((folder / f"rank{rank}.result").read_bytes()) for rank in range(ranks)}
@@ -214,6 +217,11 @@ class _Msrun:
 
     def _pids(self) -> dict[int, int]:
         return {int(path.stem.removeprefix("rank")): int(path.read_text()) for path in self._folder.glob("rank*.pid")}
+
+
+def _explained(failure: RankFailure) -> bool:
+    """Tell whether a rank's error says to its user what to do."""
+    return not failure.reason.startswith(("Traceback ", "killed by ", "exit code "))
 
 
 @contextlib.contextmanager

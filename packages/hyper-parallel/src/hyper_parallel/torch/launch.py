@@ -16,12 +16,12 @@ import os
 import signal
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hp_plan import ParallelPlan
-from hyper_parallel.hanging import watching
+from hyper_parallel.hanging import last_move, watching
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads, explanation
 from hyper_parallel.notes import show_notes
 
@@ -95,7 +95,7 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
             except ChildFailedError as error:
                 show_notes(job, ranks)
                 hung = watch.failure if watch is not None else None
-                raise RankFailure(*(hung or _first_failure(error))) from None
+                raise RankFailure(*(hung or _first_failure(error, Path(name), plan.mesh.axes))) from None
             except SignalException as error:
                 raise Interrupted(f"{signal.Signals(error.sigval).name}: all ranks are ended") from None
 
@@ -107,15 +107,19 @@ def _silence_torchrun() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _first_failure(error: Any) -> tuple[int, str]:
+def _first_failure(error: Any, flights: Path, axes: Mapping[str, int]) -> tuple[int, str]:
     rank, failure = error.get_first_failure()
     message = failure.message
     if isinstance(message, dict):
         text = message.get("message", "")
         kind, _, own = text.partition(": ")
-        message = explanation(kind, own, message.get("extraInfo", {}).get("py_callstack") or text)
+        trace = message.get("extraInfo", {}).get("py_callstack") or text
+        message = explanation(kind, own, f"{trace.rstrip()}{last_move(flights, rank, axes)}")
+    elif failure.exitcode > 0:
+        message = f"exit code {failure.exitcode} (process {failure.pid}){last_move(flights, rank, axes)}"
     if failure.exitcode < 0:
         message = f"killed by {signal.Signals(-failure.exitcode).name} (process {failure.pid})"
         if -failure.exitcode == signal.SIGKILL:
             message += "; the system does that when memory runs out: take a smaller model or batch, or more ranks"
+        message += last_move(flights, rank, axes)
     return rank, str(message).rstrip()

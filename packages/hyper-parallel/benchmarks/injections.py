@@ -1,0 +1,270 @@
+"""Runs that are disturbed at a chosen moment: a model that injects a fault into its rank, and a launcher of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+# Written beside the plans: each rank imports it to build its model.
+MODEL = '''
+import ctypes, json, os, signal, time, zlib
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+SIZES = {
+    "vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}
+
+
+def model(log="", injection=""):
+    rank = os.environ.get("RANK")  # None in the launcher, which looks at the model beforehand
+    if log and rank is not None:
+        log_samples(f"{log}-{rank}.jsonl")
+    if injection and str(json.loads(injection)["rank"]) == rank:
+        Injection(**json.loads(injection))
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES))
+
+
+def log_samples(path):
+    """Note which global samples this rank is given in each step, and what they hold."""
+    from hyper_parallel.batches import Batches
+
+    take = Batches.take
+
+    def logged(self, sample):
+        batch = take(self, sample)
+        digests = [zlib.crc32(row.tobytes()) for row in batch.rows.tokens]
+        with open(path, "a") as file:
+            file.write(json.dumps([sample + self._rows.start, digests]) + "\\n")
+        return batch
+
+    Batches.take = logged
+
+
+class Injection:
+    """A fault at the count-th event of a kind, in a step of this process or in a save or a load."""
+
+    def __init__(self, rank, moment, how, step, count, launcher, mark):
+        self.moment, self.how, self.step, self.count = moment, how, step, count
+        self.launcher, self.mark, self.now, self.inside = launcher, mark, 0, ""
+        self._watch()
+
+    def _watch(self):
+        from hp_checkpoint import Checkpointer
+        from hp_platform.extend import observers
+        from hyper_parallel.batches import Batches
+
+        take, backward = Batches.take, torch.autograd.backward
+
+        def taken(batches, sample):
+            self.now += 1
+            self.event("data", last=True)
+            return take(batches, sample)
+
+        def differentiated(tensors, *args, **options):
+            for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(lambda gradients: self.event("backward", last=True))
+            return backward(tensors, *args, **options)
+
+        def around(name, moment):
+            original = getattr(Checkpointer, name)
+
+            def called(*args, **options):
+                self.inside = moment
+                try:
+                    result = original(*args, **options)
+                    if self.now >= self.step - 1 or moment == "load":
+                        self.event(moment, last=True)
+                finally:
+                    self.inside = ""
+                if moment == "save":
+                    self.event("writing", last=True)
+                return result
+
+            setattr(Checkpointer, name, called)
+
+        def observed(kind, size, group):
+            self.event(self.inside or "collective")
+
+        Batches.take, torch.autograd.backward = taken, differentiated
+        around("save", "save")
+        around("load", "load")
+        observers.append(observed)
+        torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: self.event("forward"))
+        register_optimizer_step_pre_hook(lambda *_: self.event("before the update", last=True))
+        register_optimizer_step_post_hook(lambda *_: self.event("optimizer", last=True))
+
+    def event(self, moment, last=False):
+        if moment != self.moment or moment != "load" and self.now < self.step:
+            return
+        self.count -= 1
+        if self.count < 0 or last or self.now > self.step:
+            self.moment = ""  # once
+            self.act()
+
+    def act(self):
+        with open(self.mark, "w") as file:
+            json.dump({"at": time.time(), "pid": os.getpid()}, file)
+        if self.how == "sigterm":
+            os.kill(self.launcher, signal.SIGTERM)
+        elif self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.how == "raise":
+            raise RuntimeError("a fault was injected")
+        elif self.how == "exit":
+            os._exit(7)
+        elif self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.how == "loop":
+            while True:
+                pass
+        elif self.how == "keep":
+            ctypes.PyDLL(None).sleep(100000)  # in C, without letting go of the interpreter
+'''
+LAUNCHER = """
+import json, multiprocessing, multiprocessing.forkserver, os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, which ranks would inherit
+answers = os.fdopen(os.dup(1), "w")
+for number, name in ((1, "out"), (2, "err")):
+    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+modules = ["hyper_parallel.worker", "hyper_parallel.torch.trainer", "torch._dynamo", "transformers.masking_utils"]
+multiprocessing.set_forkserver_preload([*modules, "transformers.models.qwen3.modeling_qwen3"])
+multiprocessing.forkserver.ensure_running()
+from hyper_parallel import cli
+for line in sys.stdin:
+    status = 0
+    try:
+        cli.main(json.loads(line))
+    except SystemExit as ended:
+        status = ended.code or 0
+    sys.stdout.flush()
+    print(status, file=answers, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a rank, and when.
+
+    Attributes:
+        rank: which.
+        moment: "data", "forward", "collective", "backward", "before the update", "optimizer" (in the update), "save",
+            "writing" (when a save has begun in the background), or "load".
+        how: "sigterm" (to the launcher), "kill" (SIGKILL), "raise", "exit" (`os._exit`), "stop" (SIGSTOP), "loop", or
+            "keep" (in C, with the interpreter).
+        step: of the process, from 1 on.
+        count: so many events of the kind pass before.
+    """
+
+    rank: int
+    moment: str
+    how: str
+    step: int
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended.
+
+    Attributes:
+        status: its exit status.
+        out: what it wrote to stdout.
+        err: to stderr.
+        at: when, in seconds since the epoch.
+    """
+
+    status: int
+    out: str
+    err: str
+    at: float
+
+
+class Launcher:
+    """A process that runs the command once for each call, with its libraries loaded once.
+
+    Args:
+        folder: where it runs; the model and plans are written there.
+        limit: seconds that a command may take.
+    """
+
+    def __init__(self, folder: Path, limit: float = 300.0) -> None:
+        self.folder, self._limit, self._read = folder, limit, {"out": 0, "err": 0}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "injected.py").write_text(MODEL, encoding="utf-8")
+        environment = {**os.environ, "HYPER_PARALLEL_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def train(self, plan: str, run: str, *options: str, fault: Fault | None = None, log: bool = False) -> Ended:
+        """Run `hyper-parallel train`.
+
+        Args:
+            plan: as TOML.
+            run: the folder of the run, inside this one's.
+            *options: of the command.
+            fault: to inject.
+            log: note the samples of each rank, in ``RUN-samples-RANK.jsonl``.
+        """
+        (self.folder / f"{run}.toml").write_text(plan, encoding="utf-8")
+        self.mark(run).unlink(missing_ok=True)
+        given: dict[str, str] = {}
+        if log:
+            given["log"] = str(self.folder / f"{run}-samples")
+        if fault is not None:
+            told: dict[str, Any] = {**asdict(fault), "launcher": self.process.pid, "mark": str(self.mark(run))}
+            given["injection"] = json.dumps(told)
+        texts = [
+            item for name, text in given.items() for item in ("--set", f"model.overrides.{name}={json.dumps(text)}")
+        ]
+        return self.run("train", f"{run}.toml", "--out", run, "--json", *texts, *options)
+
+    def mark(self, run: str) -> Path:
+        """Return the file that a fault leaves, with its time."""
+        return self.folder / f"{run}.mark"
+
+    def run(self, *arguments: str) -> Ended:
+        """Run the command; wait for its end.
+
+        Raises:
+            TimeoutError: it did not end.
+        """
+        process = self.process
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(arguments) + "\n")
+        process.stdin.flush()
+        if not wait([process.stdout], self._limit):
+            raise TimeoutError(f"{' '.join(arguments)} did not end in {self._limit:.0f} s: {self._written('err')}")
+        answer, at = process.stdout.readline(), time.time()
+        out, err = self._written("out"), self._written("err")
+        self._read = {"out": self._read["out"] + len(out), "err": self._read["err"] + len(err)}
+        if not answer:
+            raise RuntimeError(f"the launcher ended: {err[-2000:]}")
+        return Ended(int(answer), out, err, at)
+
+    def close(self) -> None:
+        """End the process, and what it may have left."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, 9)
+        self.process.communicate()
+
+    def _written(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text(encoding="utf-8", errors="replace")[self._read[name] :] if path.exists() else ""
