@@ -17,6 +17,7 @@ __all__ = ["Ranks", "describe"]
 
 T = TypeVar("T")
 _DIGEST = 16
+_SHORT = 64  # bytes of a payload that is sent with its digest
 _ARGUMENTS = (ValueError, TypeError, FileNotFoundError, FileExistsError)
 """Errors that are raised as they are where every rank has the same one: what was passed is wrong."""
 
@@ -123,14 +124,18 @@ class Ranks:
         if self.size == 1:
             return [payload]
         digest = hashlib.blake2b(payload, digest_size=_DIGEST).digest()
-        records = self.gather(digest + len(payload).to_bytes(8, "little"))
+        records = self.gather(digest + len(payload).to_bytes(8, "little") + payload[:_SHORT].ljust(_SHORT, b"\0"))
         if len(set(records)) == 1:
             return [payload] * self.size
         known: dict[bytes, bytes] = {}
         for rank, record in enumerate(records):
             if record not in known:
-                length = int.from_bytes(record[_DIGEST:], "little")
-                known[record] = self._broadcast(payload if rank == self.rank else bytes(length), rank)
+                length, short = int.from_bytes(record[_DIGEST:-_SHORT], "little"), record[-_SHORT:]
+                known[record] = (
+                    short[:length]
+                    if length <= _SHORT
+                    else self._broadcast(payload if rank == self.rank else bytes(length), rank)
+                )
         return [known[record] for record in records]
 
     def _broadcast(self, payload: bytes, rank: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from hp_checkpoint.files import LIMIT, File, Kind, lay_out
@@ -73,41 +74,41 @@ def plan_save(state: State, target: str, step: int | None, ranks: Ranks, *, limi
                 placed = [mesh, list(holding.mesh_shape), [_packed(each) for each in holding.placements]]
             tensors.append([part, name, kind.dtype, list(kind.shape), placed])
         aliases = [[*one, *other] for one, other in state.aliases.items()]
-        described = {
-            "target": target,
-            "step": step,
-            "limit": limit,
-            "tensors": tensors,
-            "aliases": aliases,
-            "tree": state.tree,
-        }
-        return json.dumps(described, ensure_ascii=False).encode()
+        return json.dumps({"tensors": tensors, "aliases": aliases}, ensure_ascii=False).encode()
 
+    what = {"target": target, "step": step, "limit": limit, "tree": state.tree}
+    everyones = ranks.agree(lambda: json.dumps(what, ensure_ascii=False).encode(), "save")
     described = ranks.agree(describe, "save")
-    everyones_meshes = ranks.agree(lambda: json.dumps(meshes).encode(), "save")
-    plan: list[SavePlan] = []
-
-    def join() -> bytes:
-        plan.append(_joined(described, everyones_meshes, ranks.size))
-        return b""
-
-    ranks.agree(join, "save")
-    return plan[0]
-
-
-def _joined(described: Sequence[bytes], meshes: Sequence[bytes], world_size: int) -> SavePlan:
-    texts = {text: json.loads(text) for text in dict.fromkeys(described) if text}  # a rank that is lost says nothing
-    trees = list(texts.values())
+    of_meshes = ranks.agree(lambda: json.dumps(meshes).encode(), "save")
+    # What follows is the same on all ranks, errors as well. A rank that is lost says nothing.
+    trees = {text: json.loads(text) for text in dict.fromkeys(everyones) if text}
     for key in ("target", "step", "limit"):
-        if len({json.dumps(tree[key]) for tree in trees}) > 1:
-            values = [f"rank {rank}: {texts[text][key]!r}" for rank, text in enumerate(described) if text]
+        if len({json.dumps(tree[key]) for tree in trees.values()}) > 1:
+            values = [f"rank {rank}: {trees[text][key]!r}" for rank, text in enumerate(everyones) if text]
             raise ValueError(f"save: the ranks save different {key}s: {', '.join(values[:8])}; all save one checkpoint")
+    pairs = list(zip(described, of_meshes, strict=True))
+    different = tuple(dict.fromkeys(pairs))
+    number = {pair: at for at, pair in enumerate(different)}
+    files, chosen, aliases = _joined(different, tuple(number[pair] for pair in pairs), limit)
+    return SavePlan(files, chosen, merge([tree["tree"] for tree in trees.values()]), aliases)
+
+
+@lru_cache(maxsize=4)
+def _joined(
+    different: tuple[tuple[bytes, bytes], ...], of_ranks: tuple[int, ...], limit: int
+) -> tuple[Mapping[str, Sequence[File]], Mapping[Address, frozenset[int]], Mapping[Address, Address]]:
+    """Return files, writers and aliases of a `SavePlan`; a run saves the same tensors many times.
+
+    Args:
+        different: descriptions of tensors and of their meshes, as JSON texts, each once.
+        of_ranks: the number of each rank's among them.
+        limit: bytes of a file.
+    """
     union = _Union()
-    for group in dict.fromkeys(zip(described, meshes, strict=True)):
-        members = [rank for rank, own in enumerate(zip(described, meshes, strict=True)) if own == group]
-        if not group[0]:
-            continue
-        _add(union, texts[group[0]], json.loads(group[1]), members)
+    for number, (tensors_text, meshes) in enumerate(different):
+        if tensors_text:
+            members = [rank for rank, own in enumerate(of_ranks) if own == number]
+            _add(union, json.loads(tensors_text), json.loads(meshes), members)
     tensors: dict[Address, Tensor] = {}
     for address, kind in union.kinds.items():
         placed = union.placed.get(address, {})
@@ -123,10 +124,9 @@ def _joined(described: Sequence[bytes], meshes: Sequence[bytes], world_size: int
     parts: dict[str, dict[str, Kind]] = {}
     for (part, name), kind in union.kinds.items():
         parts.setdefault(part, {})[name] = kind
-    files = {part: lay_out(part, kinds, limit=trees[0]["limit"]) for part, kinds in sorted(parts.items())}
+    files = {part: lay_out(part, kinds, limit=limit) for part, kinds in sorted(parts.items())}
     order = {address: tensors[address] for address in sorted(tensors)}
-    chosen = writers(order, world_size)
-    return SavePlan(files, chosen, merge([tree["tree"] for tree in trees]), union.aliases)
+    return files, writers(order, len(of_ranks)), union.aliases
 
 
 def _add(union: _Union, tree: Mapping[str, Any], meshes: Sequence[Sequence[int]], members: Sequence[int]) -> None:
