@@ -36,7 +36,7 @@ from hp_checkpoint.tensors import local_pieces, read_bytes
 __all__ = ["STATE", "Output", "Prepared", "finish", "prepare_save", "save_state", "write_outputs"]
 
 STATE = "state.json"
-_CHUNK = 256 << 10
+_CHUNK = 1 << 20
 _COLUMNS = 6  # number of the file, first, length, count, stride, checksum
 
 

@@ -21,7 +21,7 @@ from hp_checkpoint.tensors import written_bytes
 
 __all__ = ["Request", "Target", "Transfers"]
 
-_CHUNK = 256 << 10
+_CHUNK = 1 << 20
 
 
 class Target:
