@@ -10,10 +10,12 @@ _PEAKS = (
     (r"H200", 989e12),
     (r"H100 NVL", 835e12),
     (r"H100 PCIe", 756e12),
-    (r"H[18]00", 989e12),
+    (r"H800 PCIe", 756e12),
+    (r"H[18]00|GH200", 989e12),
     (r"H20", 148e12),
     (r"A[18]00", 312e12),
     (r"A40", 149.7e12),
+    (r"A10G", 70e12),
     (r"A10", 125e12),
     (r"L40S", 362e12),
     (r"L40", 181e12),
@@ -38,4 +40,4 @@ def known_peak(device: str, dtype: str) -> float | None:
     """
     if dtype not in ("bfloat16", "float16"):
         return None
-    return next((peak for name, peak in _PEAKS if re.search(rf"\b{name}\b", device)), None)
+    return next((peak for name, peak in _PEAKS if re.search(rf"\b(?:{name})\b", device)), None)
