@@ -121,6 +121,25 @@ def test_lines_of_a_killed_run_are_whole(tmp_path):
     assert path.read_text() == text + '{"step": 1}\n'
 
 
+def test_a_line_that_is_taken_in_parts_is_written_whole(tmp_path, monkeypatch):
+    write = os.write
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, line: write(file, line[:5]))
+        lines.write(1, {"loss": 2.5})
+    lines.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.5}\n'
+
+
+def test_a_metric_that_is_no_number_is_null(tmp_path):
+    metrics = {"loss": 2.5, "validation_loss": float("nan"), "perplexity": float("inf")}
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.write(1, metrics)
+    lines.close()
+    expected = '{"step": 1, "loss": 2.5, "validation_loss": null, "perplexity": null}'
+    assert (tmp_path / "metrics.jsonl").read_text() == expected + "\n"
+
+
 def test_tensorboard_reads_the_curves_back(tmp_path):
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: nox -s sinks")
     reading = pytest.importorskip(

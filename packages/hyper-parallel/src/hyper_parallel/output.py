@@ -6,10 +6,11 @@ import dataclasses
 import fcntl
 import itertools
 import json
+import math
 import os
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,7 +189,16 @@ def as_json(value: Step | Summary) -> str:
     if not isinstance(value, Step):
         return json.dumps(dataclasses.asdict(value))
     texts = {"texts": value.texts} if value.texts else {}
-    return json.dumps({"step": value.step, **value.metrics(), **texts})
+    return json.dumps({"step": value.step, **strict(value.metrics()), **texts}, allow_nan=False)
+
+
+def strict(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics as JSON can hold them: null where one is no number or infinite.
+
+    >>> strict({"loss": 2.0, "validation_loss": math.nan})
+    {'loss': 2.0, 'validation_loss': None}
+    """
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def draw_loss(curve: Curve, path: Path, *, title: str) -> None:

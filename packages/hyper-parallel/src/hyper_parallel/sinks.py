@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from hyper_parallel.output import strict
+
 LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """The library, and the extra, of each sink that a plan may name: see `metrics.sinks`."""
 
@@ -34,7 +36,9 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """A line of JSON a step, each written whole: a killed run leaves no half line.
+    """A line of JSON a step, written at once: a killed run leaves no half line.
+
+    A metric that is no number, or infinite, is null: JSON has no word for it.
 
     Args:
         path: the file, to whose end lines are added.
@@ -45,7 +49,9 @@ class JsonLines:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the line of a step."""
-        os.write(self._file, (json.dumps({"step": step, **metrics}) + "\n").encode())
+        line = (json.dumps({"step": step, **strict(metrics)}, allow_nan=False) + "\n").encode()
+        while line:  # a full disk may take a part, and then says why
+            line = line[os.write(self._file, line) :]
 
     def text(self, name: str, value: str) -> None:
         """Leave texts to the run's folder."""
