@@ -120,6 +120,17 @@ def test_an_evaluation_counts_the_labels_that_are_predicted():
     assert loss.item() / 2 == pytest.approx(expected, rel=1e-12)
 
 
+@on_ranks(2)
+def test_an_evaluation_without_labels_counts_nothing():
+    plan = ParallelPlan.from_dict(plan_of(mesh={"dp_shard": 2}, **SHARDED, run={"dtype": "float64"}))
+    rows = data_parallel_rows(plan)
+    with Float64():
+        model = apply(build_model(plan).to(device_type()), plan)
+        tokens = torch.from_numpy(batch("masked")[0][rows]).to(device_type())
+        loss, count = evaluate(plan, model, tokens, labels=torch.full_like(tokens, -100))
+    assert (loss.item(), count.item()) == (0.0, 0.0)
+
+
 class Means(nn.Module):
     """A model of the user's own, which takes the mean over the labels that count."""
 

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from hp_checkpoint.extend import Ranks
 from hp_plan.extend import read_plan
 from hyper_parallel.checking import check_run
-from hyper_parallel.data import write_tokens
+from hyper_parallel.data import DataError, write_tokens
+from hyper_parallel.validation import Validation
 
 
 def problems(tables, config=None):
@@ -71,3 +73,16 @@ def test_prompts_end_where_the_models_positions_do(tmp_path, prompt, wanted, tex
     assert [key for key, _ in found] == ["validation.prompts"] * (text is not None)
     assert not found or re.search(text, found[0][1])
     assert problems(tables) == [], "a model that says of no end has none"
+
+
+def test_a_validation_counts_only_batches_with_labels(tmp_path):
+    write_tokens(tmp_path / "corpus", [[1, 2, 3] * 100], vocabulary=300)
+    tables = {
+        "data": {"paths": [str(tmp_path / "corpus.bin")], "sequence_length": 10, "batch_size": 2},
+        "validation": {"paths": [str(tmp_path / "corpus.bin")], "batches": 2},
+    }
+    validation = Validation(read_plan(tables)[0], slice(0, 2), vocabulary=None)
+    answers = iter([(3.0, 8.0), (0.0, 0.0)])
+    assert validation.loss(SimpleNamespace(evaluate=lambda _: next(answers)), Ranks()) == 3.0
+    with pytest.raises(DataError, match="no token to predict"):
+        validation.loss(SimpleNamespace(evaluate=lambda _: (0.0, 0.0)), Ranks())

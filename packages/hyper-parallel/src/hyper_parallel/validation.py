@@ -59,6 +59,9 @@ class Validation:
         Args:
             trainer: whose model is validated; it, the random numbers and the training data stay as they are.
             ranks: of the run.
+
+        Raises:
+            DataError: no sample has a token to predict; on all ranks.
         """
         total = labels = 0.0
         for batch in range(self._batches):
@@ -67,4 +70,8 @@ class Validation:
             loss, count = trainer.evaluate(self._samples.rows(numbers))
             total, labels = total + loss * count, labels + count
         everyone = [_SUM.unpack(record) for record in ranks.gather(_SUM.pack(total, labels))]
-        return math.fsum(total for total, _ in everyone) / math.fsum(labels for _, labels in everyone)
+        counted = math.fsum(labels for _, labels in everyone)
+        if not counted:
+            message = "the samples to validate on have no token to predict: each document of them is one token long"
+            raise DataError(message, "give longer documents, or make validation.batches larger")
+        return math.fsum(total for total, _ in everyone) / counted

@@ -38,7 +38,7 @@ def evaluate(
         positions: of each token in its document, of such samples.
 
     Returns:
-        The loss, whose mean over all ranks is that of the batch, and the mean number of labels of a rank.
+        The loss, whose mean over all ranks is that of the batch, and the mean number of labels of a rank: 0 and 0 without any.
     """
     inputs = loss_inputs(plan, tokens)
     if getattr(getattr(model, "config", None), "output_router_logits", False):
@@ -49,7 +49,8 @@ def evaluate(
         count = tokens.new_tensor(tokens[:, 1:].numel(), dtype=torch.float64)
     else:
         count = _mean_labels(labels)
-        inputs |= {"labels": labels, "num_items_in_batch": count}
+        # Without a label the sum over them is 0, whatever divides it.
+        inputs |= {"labels": labels, "num_items_in_batch": torch.where(count > 0, count, 1.0)}
     total, parts = torch.zeros((), dtype=torch.float64, device=tokens.device), cut_rows(plan, len(tokens))
     with evaluating(model), torch.no_grad():
         for part in parts:
@@ -67,7 +68,7 @@ def _mean_labels(labels: torch.Tensor) -> torch.Tensor:
     groups, collectives = get_platform().groups, get_platform().collectives
     count = (labels[:, 1:] != IGNORED).sum().double()  # nothing comes before the first
     collectives.all_reduce(count, group=groups.default_group())
-    return count.clamp(min=1) / groups.size()
+    return count / groups.size()
 
 
 @contextlib.contextmanager
