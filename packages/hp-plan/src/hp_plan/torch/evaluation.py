@@ -38,7 +38,8 @@ def evaluate(
         positions: of each token in its document, of such samples.
 
     Returns:
-        The loss, whose mean over all ranks is that of the batch, and the mean number of labels of a rank: 0 and 0 without any.
+        The loss, whose mean over all ranks is that of the batch, and the mean number of labels of a rank; both 0
+        without any.
     """
     inputs = loss_inputs(plan, tokens)
     if getattr(getattr(model, "config", None), "output_router_logits", False):
