@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.launch import Place, launcher_place
+from hyper_parallel.launch import Place, RankFailure, launcher_place
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MSRUN = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4", "RANK_ID": "3", "DEVICE_ID": "1"}
@@ -24,3 +24,9 @@ def test_the_launcher_tells_the_place(monkeypatch, environment, place):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launcher_place() == place
+
+
+def test_a_failure_that_ranks_agree_on_is_that_of_all():
+    agreed = str(RankFailure(1, "reading the data failed on 1 of 2 ranks: rank 0: no such file"))
+    assert agreed.startswith("all ranks have failed together. Their end:\nreading the data failed on 1 of 2 ranks: ")
+    assert str(RankFailure(1, "killed")) == "rank 1 failed first; all ranks are ended. Its end:\nkilled"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ _EXPLAINED = (
     *("CheckpointError", "DataError", "DivergedError", "InvalidCheckpointError", "MemoryShortage", "OutputError"),
     *("PlanError", "SettingError"),
 )
+_AGREED = re.compile(r"failed on \d+ of \d+ ranks: ")  # of a CheckpointError
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,10 @@ class RankFailure(RuntimeError):
 
     def __init__(self, rank: int, reason: str) -> None:
         self.rank, self.reason = rank, reason
-        super().__init__(f"rank {rank} failed first; all ranks are ended. Its end:\n{reason}")
+        # What ranks agree on they raise together, and its text names those that it is about.
+        together = _AGREED.search(reason.partition("\n")[0])
+        own = f"rank {rank} failed first; all ranks are ended. Its end:"
+        super().__init__(f"{'all ranks have failed together. Their end:' if together else own}\n{reason}")
 
 
 def explanation(kind: str, message: str, trace: str) -> str:
