@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hp_plan import ParallelPlan
-from hyper_parallel import hanging, notes
+from hyper_parallel import hanging, notes, worker
 from hyper_parallel.launch import Job
 from hyper_parallel.notes import note, show_notes
 
@@ -59,3 +60,9 @@ def test_a_rank_that_goes_on_is_no_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(hanging.Watch, "_hangs", hangs)
     with hanging.Watch(tmp_path, 2, 0.02, {}):
         assert hung.wait(60)
+
+
+def test_a_warning_of_the_run_is_one_line(recwarn):
+    here, other = Path(worker.__file__), Path(__file__)
+    assert worker.format_warning("it was passed over", RuntimeWarning, str(here), 7) == "warning: it was passed over\n"
+    assert worker.format_warning("slow", RuntimeWarning, str(other), 7).startswith(f"{other}:7: RuntimeWarning: slow")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -210,8 +211,9 @@ def test_a_run_of_another_model_does_not_go_on(tmp_path):
         for folder in (tmp_path / "run" / "checkpoints").iterdir():
             damage(folder / "manifest.json")
     get_platform().collectives.barrier()
+    first = get_platform().groups.rank() == 0
     with (
-        pytest.warns(RuntimeWarning, match=r"can't be read"),
+        pytest.warns(RuntimeWarning, match=r"can't be read") if first else contextlib.nullcontext(),
         pytest.raises(OutputError, match=r"no checkpoint that can be read: .*manifest\.json.*with --out"),
     ):
         run(tmp_path, {"dp_shard": 2}, 5, resume="auto")

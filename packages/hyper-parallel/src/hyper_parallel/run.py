@@ -354,7 +354,9 @@ class Run:
                 loaded = self.checkpoints.load(trainer.model, trainer.optimizer, schedule=trainer.schedule, step=step)
             except (CheckpointError, InvalidCheckpointError, FileNotFoundError) as error:
                 problem = error
-                warnings.warn(f"the checkpoint of step {step} can't be read: {error}", RuntimeWarning, stacklevel=3)
+                if self.ranks.rank == 0:  # all have found the same
+                    text = f"the checkpoint of step {step} can't be read: {error}"
+                    warnings.warn(text, RuntimeWarning, stacklevel=3)
                 continue
             except ValueError as error:
                 raise OutputError(f"{self.checkpoints.path(step)} doesn't fit the plan: {error}; {_GO_ON}") from error

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,11 +34,12 @@ from hyper_parallel.sinks import JsonLines, Sink, open_sinks
 from hyper_parallel.stopping import Stop
 
 _PATIENCE = 20.0
+_FORMAT = warnings.formatwarning
 
 
 def train_rank(job: Job) -> Summary | None:
     """Train; rank 0 shows the run and returns its summary."""
-    stop = Stop(job.plan.run.stop_within)
+    stop, warnings.formatwarning = Stop(job.plan.run.stop_within), format_warning
     with _rank(job, stop):
         assert job.folder is not None
         reporter = None
@@ -46,6 +48,13 @@ def train_rank(job: Job) -> Summary | None:
         stop.listen()
         options: dict[str, Any] = {"resume": job.resume, "until": job.until, "stop": stop}
         return train(job.plan, job.folder, reporter=reporter, tell=functools.partial(note, job), **options)
+
+
+def format_warning(message: Warning | str, kind: type[Warning], file: str, number: int, line: str | None = None) -> str:
+    """Format a warning of the run as a line to its user; those of other code keep their source."""
+    if Path(file).parent == Path(__file__).parent:
+        return f"warning: {message}\n"
+    return _FORMAT(message, kind, file, number, line)
 
 
 def verify_rank(job: Job) -> VerifyResult:
