@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, loading, retention, save, saving, tensors
+from hp_checkpoint.export import to_hugging_face
 from hp_checkpoint.files import Kind, lay_out
-from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.manifest import Manifest, sealed
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import save_state
 from hp_checkpoint.state import flatten
@@ -118,6 +119,42 @@ def test_two_removals_of_a_checkpoint(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"] and loads(tmp_path / "step-00000003", 3)
 
 
+def test_a_checkpoint_that_may_be_the_best_stays(tmp_path):
+    for step in (1, 2, 3):
+        save(state(step), checkpoint_id=tmp_path / f"step-{step:08d}", no_dist=True)
+    (tmp_path / "step-00000002" / "manifest.json").write_bytes(b"{}")
+    assert retention.prune(tmp_path, retention.Keep(last=1, best=1)) == [1]
+    assert retention.prune(tmp_path, retention.Keep(last=1)) == [2]
+
+
+@pytest.mark.parametrize("metric", [True, [1.0], {}, "low"])
+def test_a_metric_in_a_manifest_that_is_no_number(checkpoint, metric):
+    tree = {**Manifest.from_bytes((checkpoint / "manifest.json").read_bytes(), "x").tree(), "metric": metric}
+    with pytest.raises(InvalidCheckpointError, match="x is not a manifest"):
+        Manifest.from_bytes(sealed(tree), "x")
+    del tree["metric"]
+    assert Manifest.from_bytes(sealed(tree), "x").metric is None  # of an older version
+
+
+def test_a_conversion_is_synced_with_its_name(checkpoint, tmp_path, monkeypatch):
+    own, events = (os.fsync, os.rename), []
+
+    def fsync(descriptor):
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        own[0](descriptor)
+
+    def rename(source, target):
+        events.append("rename")
+        own[1](source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    to_hugging_face(checkpoint, tmp_path / "new" / "model")
+    at = events.index("rename")
+    assert events[0] == str(tmp_path) and events[at - 1].startswith(f"{tmp_path}/new/model.part-")
+    assert events[at + 1 :] == [str(tmp_path / "new")]
+
+
 def test_files_that_were_not_written_to_their_end_are_not_committed(tmp_path, monkeypatch):
     """A rank whose pieces are not all of its shard: there would be a checkpoint that no load takes."""
     save(state(1), checkpoint_id=tmp_path / "new", no_dist=True)
@@ -171,7 +208,9 @@ def test_only_what_is_read_is_verified_by_default(checkpoint, tmp_path):
     model = {"model": empty()["model"]}
     load(model, checkpoint_id=folder, no_dist=True)
     assert (model["model"]["w1"] == state(1)["model"]["w1"]).all()
-    with pytest.raises(InvalidCheckpointError, match=r"optimizer.safetensors: bytes .* tensor 'w0.m' changed since"):
+    with pytest.raises(
+        InvalidCheckpointError, match=rf"^{folder}/optimizer.safetensors: bytes .* tensor 'w0.m' changed s"
+    ):
         load(model, checkpoint_id=folder, no_dist=True, verify="all")
 
 

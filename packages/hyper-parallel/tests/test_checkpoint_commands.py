@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from hp_checkpoint import save
+from hp_checkpoint import Manifest, save
 from hyper_parallel.cli import app
 
 
@@ -107,6 +108,18 @@ def test_convert_to_the_format_of_torch_and_back(run):
     save({"a": {"b": 1}, "a.b": 2}, checkpoint_id=run / "twice", no_dist=True)
     assert "are both 'a.b' in torch.d" in command("convert", run / "twice", run / "x", "--to", "dcp", code=1)
     assert not (run / "x").exists()
+
+
+def test_prune_by_metric(run):
+    text = command("prune", run, "--best", 1, code=1)
+    assert f"error: --best 1: no checkpoint in {run} was saved with a metric" in text.replace("\n", "")
+    for step, metric in enumerate((0.5, 0.25, 1.0)):
+        path = run / f"step-{step:08d}" / "manifest.json"
+        path.write_bytes(replace(Manifest.from_bytes(path.read_bytes(), "x"), metric=metric).to_bytes())
+    assert "step-00000001: metric 0.25, " in command("inspect", run / "step-00000001")
+    assert "'smaller' or 'larger'" in command("prune", run, "--best", 1, "--better", "best", code=1)
+    assert "removed step 0; " in command("prune", run, "--last", 1, "--best", 1)
+    assert "removed step 1; " in command("prune", run, "--last", 1, "--best", 1, "--better", "larger")
 
 
 def test_prune(run):

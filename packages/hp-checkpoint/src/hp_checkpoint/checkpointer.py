@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -142,6 +143,7 @@ class Checkpointer:
         schedule: Any = None,
         data: Any = None,
         extra: Any = None,
+        metric: float | None = None,
     ) -> Pending:
         """Save a step; once it is complete, checkpoints that ``keep`` does not name are removed.
 
@@ -154,6 +156,8 @@ class Checkpointer:
             schedule: has ``state_dict()``.
             data: JSON values: the position in the data.
             extra: JSON values, tensors and arrays.
+            metric: a number that tells how good the model is, equal on all ranks, such as its validation loss; `keep`
+                compares it. NaN is worse than any other.
 
         Returns:
             The save under way; ``wait()`` on it, the next save and `close` raise its error.
@@ -178,6 +182,7 @@ class Checkpointer:
         def collect() -> bytes:
             if type(step) is not int or step < 0:
                 raise ValueError(f"save: step must be a number from 0 on, got {step!r}")
+            _check_metric(metric, self.keep)
             states.append(training_state(model, optimizer, schedule=schedule, data=data, extra=extra))
             for (part, name), value in states[0].tensors.items():
                 if part not in (MODEL, _OPTIMIZER):
@@ -185,13 +190,19 @@ class Checkpointer:
             return b""
 
         ranks.agree(collect, "save")
-        target, texts = self.path(step), self.texts(model)
+        target = self.path(step)
+        options: Any = {
+            "step": step,
+            "metric": None if metric is None else float(metric),
+            "texts": self.texts(model),
+            "versions": versions(),
+        }
         writer = self._writer
         if writer is None:
-            save_state(states[0], target, ranks, step=step, texts=texts, versions=versions())
+            save_state(states[0], target, ranks, **options)
             ranks.first(lambda: self._prune(step), "save")
             return Pending(Committed(step, target))
-        prepared = prepare_save(states[0], target, ranks, step=step, texts=texts, versions=versions())
+        prepared = prepare_save(states[0], target, ranks, **options)
 
         def start() -> bytes:
             writer.start(prepared, ranks, self.keep)
@@ -292,6 +303,13 @@ class Checkpointer:
         if self._pending is not None and not self._pending.settled:
             self._pending.wait()
         self._pending = None
+
+
+def _check_metric(metric: Any, keep: Keep) -> None:
+    if metric is None and keep.best is not None:
+        raise ValueError(f"save: {keep} compares metrics; pass metric=, such as the validation loss")
+    if metric is not None and (isinstance(metric, bool) or not isinstance(metric, Real)):
+        raise TypeError(f"save: metric must be a number, got {metric!r}; of a tensor pass its item()")
 
 
 def training_state(model: Any, optimizer: Any, *, schedule: Any, data: Any, extra: Any) -> State:

@@ -16,7 +16,17 @@ from hp_checkpoint.files import File, Kind, index_of, lay_out
 from hp_checkpoint.loading import verify_files
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.sources import open_source
-from hp_checkpoint.storage import check_space, opened, part_folder, read_small, sync, write_at, write_small
+from hp_checkpoint.storage import (
+    check_space,
+    make_folder,
+    opened,
+    part_folder,
+    read_small,
+    sync,
+    sync_folder,
+    write_at,
+    write_small,
+)
 from hp_checkpoint.streams import stream
 
 __all__ = ["MODEL", "TOKENIZER_FILES", "new_folder", "opened_model", "to_hugging_face", "with_dtype", "write_files"]
@@ -94,7 +104,7 @@ def opened_model(source: Path) -> tuple[Manifest, Path]:
 
 @contextmanager
 def new_folder(target: Path, needed: int = 0) -> Iterator[Path]:
-    """Make a folder that is renamed once it is complete, and removed if it does not come to that.
+    """Make a folder that is renamed once it is complete and on the disk, and removed if it does not come to that.
 
     Args:
         target: its name, of a folder that doesn't exist.
@@ -106,11 +116,14 @@ def new_folder(target: Path, needed: int = 0) -> Iterator[Path]:
     if target.exists():
         raise FileExistsError(f"{target} exists; name a folder that doesn't")
     part = part_folder(target, f"{os.getpid():x}")
-    part.mkdir(parents=True)
+    make_folder(part.parent)
+    part.mkdir()
     try:
         check_space(part, needed)
         yield part
+        sync_folder(part)
         os.rename(part, target)
+        sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise

@@ -8,7 +8,7 @@ from hp_checkpoint.files import Chunk, Entry, Kind
 from hp_checkpoint.last_words import LastWords
 from hp_checkpoint.loading import load_tensors
 from hp_checkpoint.ranks import Ranks
-from hp_checkpoint.retention import prune, steps_in
+from hp_checkpoint.retention import metrics_in, prune, steps_in
 from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.tools import Difference, diff, faults, summary
 
@@ -23,6 +23,7 @@ __all__ = [
     "diff",
     "faults",
     "load_tensors",
+    "metrics_in",
     "open_checkpoint",
     "prune",
     "steps_in",

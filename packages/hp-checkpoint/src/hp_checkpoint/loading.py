@@ -42,7 +42,7 @@ def check_entries(
         ValueError: names that the checkpoint lacks, with near misses; another shape or dtype.
     """
     result: dict[Address, Entry] = {}
-    missing, faults = [], []
+    missing, faults, convertible = [], [], False
     for (part, name), value in wanted.items():
         entries = manifest.parts.get(part, {})
         entry = entries.get(name) or entries.get(manifest.aliases.get(part, {}).get(name, ""))
@@ -50,6 +50,7 @@ def check_entries(
         if entry is None:
             missing.append((part, name))
         elif entry.kind != kind and not (cast and casts(kind, entry.kind)):
+            convertible |= part == "model" and casts(kind, entry.kind)
             faults.append(
                 f"{name!r} is {kind.dtype} of shape {list(kind.shape)}, in the checkpoint {entry.kind.dtype} of shape"
                 f" {list(entry.kind.shape)}"
@@ -62,7 +63,8 @@ def check_entries(
         texts = [repr(name) + _near(name, manifest.parts.get(part, {})) for part, name in missing[:5]]
         raise ValueError(f"load: the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {', '.join(texts)}")
     if faults:
-        raise ValueError(f"load: {len(faults)} of {len(wanted)} tensors do not fit: {'; '.join(faults[:3])}")
+        hint = ". load_model(..., cast=True) converts floating-point dtypes" if convertible else ""
+        raise ValueError(f"load: {len(faults)} of {len(wanted)} tensors do not fit: {'; '.join(faults[:3])}{hint}")
     return result
 
 
@@ -143,12 +145,13 @@ def read_tree(manifest: Manifest, folder: Path) -> Any:
     Raises:
         InvalidCheckpointError: the file was changed.
     """
-    content = read_small(folder / STATE)
+    path = folder / STATE
+    content = read_small(path)
     data = np.frombuffer(content, np.uint8)
     if len(data) != manifest.files[STATE].size:
-        raise InvalidCheckpointError(f"{STATE} has {len(data):,} bytes, expected {manifest.files[STATE].size:,}")
-    manifest.verify(STATE, 0, data)
-    return strict_json(content, str(folder / STATE))
+        raise InvalidCheckpointError(f"{path} has {len(data):,} bytes, expected {manifest.files[STATE].size:,}")
+    manifest.verify(path, 0, data)
+    return strict_json(content, str(path))
 
 
 def verify_files(manifest: Manifest, folder: Path, rank: int = 0, size: int = 1) -> bytes:
@@ -174,5 +177,5 @@ def verify_files(manifest: Manifest, folder: Path, rank: int = 0, size: int = 1)
                 if number % size == rank:
                     data = np.empty(min(manifest.block_bytes, file.size - start), np.uint8)
                     read_at(descriptor, data, start, path)
-                    manifest.verify(name, start, data)
+                    manifest.verify(path, start, data)
     return b""

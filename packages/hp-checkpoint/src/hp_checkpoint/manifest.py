@@ -13,7 +13,8 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import DTYPES, Entry, Kind, check_file_name, check_overlaps, strict_json, whole
 from hp_checkpoint.pieces import gather
 
-__all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "checksum", "sealed"]
+__all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "as_json", "checksum", "sealed"]
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -43,6 +44,11 @@ def sealed(tree: Mapping[str, Any]) -> bytes:
     """Return the content of a manifest's file; its last entry is the hash of what is before it."""
     text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
     return text + f'{_HASH}{_digest(text)}"}}'.encode()
+
+
+def as_json(metric: float | None) -> float | str | None:
+    """Return a metric as JSON has it: as a text where it is not finite."""
+    return metric if metric is None or isfinite(metric) else str(metric)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,7 @@ class Manifest:
         aliases: of each part, other names of tensors.
         block_bytes: bytes of a block.
         versions: versions of what wrote it.
+        metric: of the model, as `Keep` compares them; None if it has none.
     """
 
     step: int | None
@@ -90,6 +97,7 @@ class Manifest:
     aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     block_bytes: int = BLOCK
     versions: Mapping[str, str] = field(default_factory=dict)
+    metric: float | None = None
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
@@ -100,6 +108,7 @@ class Manifest:
         return {
             "version": VERSION,
             "step": self.step,
+            "metric": as_json(self.metric),
             "block_bytes": self.block_bytes,
             "versions": dict(self.versions),
             "parts": {part: {name: _packed(e) for name, e in inner.items()} for part, inner in self.parts.items()},
@@ -140,29 +149,29 @@ class Manifest:
                 raise
             raise InvalidCheckpointError(f"{where} is not a manifest: {type(error).__name__}: {error}") from None
 
-    def verify(self, file: str, start: int, data: np.ndarray) -> None:
+    def verify(self, path: Path, start: int, data: np.ndarray) -> None:
         """Compare a range of a file, which doesn't cut a checksum's bytes, with its checksums.
 
         Args:
-            file: its name.
+            path: of the file.
             start: the range's first byte.
             data: its bytes.
 
         Raises:
             InvalidCheckpointError: it differs; the text names file, block and tensors.
         """
-        for row in self.files[file].within(start, start + len(data)):
+        for row in self.files[path.name].within(start, start + len(data)):
             first, length, count, stride, expected = row
             if checksum(gather(data, first - start, length, count, stride)) != expected:
-                raise self.changed(file, row)
+                raise self.changed(path, row)
 
-    def changed(self, file: str, row: tuple[int, int, int, int, int]) -> InvalidCheckpointError:
+    def changed(self, path: Path, row: tuple[int, int, int, int, int]) -> InvalidCheckpointError:
         """Return the error for bytes that differ from their checksum."""
         first, length, count, stride, _ = row
         stop = first + (count - 1) * stride + length
         return InvalidCheckpointError(
-            f"{file}: bytes {first:,} to {stop:,} (block {first // self.block_bytes}) differ from their checksum:"
-            f" {self._content(file, first, stop)} changed since the save. Load another checkpoint"
+            f"{path}: bytes {first:,} to {stop:,} (block {first // self.block_bytes}) differ from their checksum:"
+            f" {self._content(path.name, first, stop)} changed since the save. Load another checkpoint"
         )
 
     def _content(self, file: str, start: int, stop: int) -> str:
@@ -230,7 +239,15 @@ def _parsed(tree: dict[str, Any], where: str) -> Manifest:
             by_file.setdefault(file, []).append(parts[part][name])
     for file, entries in by_file.items():
         check_overlaps(f"{where}: {file}", entries)
-    return Manifest(tree["step"], parts, files, tree["aliases"], block_bytes, tree["versions"])
+    return Manifest(tree["step"], parts, files, tree["aliases"], block_bytes, tree["versions"], _metric(tree))
+
+
+def _metric(tree: Mapping[str, Any]) -> float | None:
+    """Return the metric of a manifest; those of older versions have none."""
+    value = tree.get("metric")
+    if isinstance(value, bool):
+        raise ValueError(f"the metric is {value}, expected a number")
+    return None if value is None else float(value)
 
 
 def _rows(sums: Sequence[Sequence[Any]]) -> tuple[tuple[int, int, int, int, int], ...]:

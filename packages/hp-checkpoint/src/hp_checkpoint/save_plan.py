@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from hp_checkpoint.files import LIMIT, File, Kind, lay_out
+from hp_checkpoint.manifest import as_json
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.state import Address, State, merge
 from hp_checkpoint.tensors import holding_of, kind_of
@@ -45,7 +46,15 @@ class _Union:
     aliases: dict[Address, Address] = field(default_factory=dict)
 
 
-def plan_save(state: State, target: str, step: int | None, ranks: Ranks, *, limit: int = LIMIT) -> SavePlan:
+def plan_save(
+    state: State,
+    target: str,
+    step: int | None,
+    ranks: Ranks,
+    *,
+    metric: float | None = None,
+    limit: int = LIMIT,
+) -> SavePlan:
     """Plan a save; all ranks call it together and get the same plan.
 
     Ranks may have different tensors, as the stages of a pipeline do, and different JSON values under different keys.
@@ -55,6 +64,7 @@ def plan_save(state: State, target: str, step: int | None, ranks: Ranks, *, limi
         target: the checkpoint's folder, which has to be the same on all ranks.
         step: of the training; the same on all ranks.
         ranks: who saves.
+        metric: of the model; the same on all ranks.
         limit: bytes of a file, unless one tensor alone has more; the same on all ranks.
 
     Raises:
@@ -76,13 +86,13 @@ def plan_save(state: State, target: str, step: int | None, ranks: Ranks, *, limi
         aliases = [[*one, *other] for one, other in state.aliases.items()]
         return json.dumps({"tensors": tensors, "aliases": aliases}, ensure_ascii=False).encode()
 
-    what = {"target": target, "step": step, "limit": limit, "tree": state.tree}
+    what = {"target": target, "step": step, "metric": as_json(metric), "limit": limit, "tree": state.tree}
     everyones = ranks.agree(lambda: json.dumps(what, ensure_ascii=False).encode(), "save")
     described = ranks.agree(describe, "save")
     of_meshes = ranks.agree(lambda: json.dumps(meshes).encode(), "save")
     # What follows is the same on all ranks, errors as well. A rank that is lost says nothing.
     trees = {text: json.loads(text) for text in dict.fromkeys(everyones) if text}
-    for key in ("target", "step", "limit"):
+    for key in ("target", "step", "metric", "limit"):
         if len({json.dumps(tree[key]) for tree in trees.values()}) > 1:
             values = [f"rank {rank}: {trees[text][key]!r}" for rank, text in enumerate(everyones) if text]
             raise ValueError(f"save: the ranks save different {key}s: {', '.join(values[:8])}; all save one checkpoint")

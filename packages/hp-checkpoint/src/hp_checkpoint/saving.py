@@ -76,6 +76,7 @@ def save_state(
     ranks: Ranks,
     *,
     step: int | None = None,
+    metric: float | None = None,
     texts: Mapping[str, bytes] | None = None,
     versions: Mapping[str, str] | None = None,
     block_bytes: int = BLOCK,
@@ -89,6 +90,7 @@ def save_state(
         target: the checkpoint's folder.
         ranks: who saves.
         step: of the training.
+        metric: of the model, the same on all ranks.
         texts: further files' contents by name, as config.json; rank 0's are written.
         versions: of the libraries, for the manifest.
         block_bytes: bytes of a checksum's block.
@@ -98,7 +100,7 @@ def save_state(
     Raises:
         CheckpointError: it failed on some rank, on all ranks; nothing is left of it.
     """
-    options: Any = {"block_bytes": block_bytes, "limit": limit, "overwrite": overwrite}
+    options: Any = {"metric": metric, "block_bytes": block_bytes, "limit": limit, "overwrite": overwrite}
     own = prepare_save(state, target, ranks, step=step, texts=texts, versions=versions, **options)
     rows: list[bytes] = []
 
@@ -119,6 +121,7 @@ def prepare_save(
     ranks: Ranks,
     *,
     step: int | None = None,
+    metric: float | None = None,
     texts: Mapping[str, bytes] | None = None,
     versions: Mapping[str, str] | None = None,
     block_bytes: int = BLOCK,
@@ -126,7 +129,7 @@ def prepare_save(
     overwrite: bool = True,
 ) -> Prepared:
     """Plan a save and create its folder; the arguments are those of `save_state`."""
-    plan = plan_save(state, str(target), step, ranks, limit=limit)
+    plan = plan_save(state, str(target), step, ranks, metric=metric, limit=limit)
     small = {**_own_texts(plan), **(texts or {})}
     total = sum(file.size for files in plan.files.values() for file in files)
     nonce = ranks.first(lambda: _prepare(target, total, overwrite), "save").decode()
@@ -137,7 +140,7 @@ def prepare_save(
     for (part, name), (_, first) in plan.aliases.items():
         aliases.setdefault(part, {})[name] = first
     files = {name: FileSums(size, ()) for name, size in sizes.items()}
-    tree = Manifest(step, parts, files, aliases, block_bytes, dict(versions or {})).tree()
+    tree = Manifest(step, parts, files, aliases, block_bytes, dict(versions or {}), metric).tree()
     own = tuple(outputs(plan, state, small, ranks.rank, leads=ranks.rank == ranks.leader))
     return Prepared(own, tuple(sizes), tree, target, part_folder(target, nonce), block_bytes)
 

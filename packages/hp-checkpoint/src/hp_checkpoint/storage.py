@@ -37,6 +37,7 @@ __all__ = [
     "read_small",
     "remove_rests",
     "sync",
+    "sync_folder",
     "write_at",
     "write_small",
 ]
@@ -100,7 +101,7 @@ def make_folder(folder: Path) -> None:
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in reversed(missing):
-        _sync_folder(each.parent)
+        sync_folder(each.parent)
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -205,17 +206,18 @@ def commit(part: Path, target: Path) -> None:
     Raises:
         OSError: the file system can't exchange folders.
     """
-    _sync_folder(part)
+    sync_folder(part)
     if target.exists():
         _exchange(part, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
         shutil.rmtree(part, ignore_errors=True)
     else:
         os.rename(part, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Sync the names that a folder has: a file that is synced may still lose its own."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync(descriptor, folder)

@@ -14,7 +14,7 @@ from hp_checkpoint.api import read_values
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import Entry
 from hp_checkpoint.loading import verify_files
-from hp_checkpoint.manifest import MANIFEST, Manifest
+from hp_checkpoint.manifest import MANIFEST, Manifest, as_json
 from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import Unreadable
 from hp_checkpoint.streams import stream
@@ -33,7 +33,7 @@ class Difference:
 
 
 def summary(folder: Path) -> dict[str, object]:
-    """Describe a checkpoint: step, parts with their tensors and bytes, files, versions."""
+    """Describe a checkpoint: step, metric, parts with their tensors and bytes, files, versions."""
     manifest = open_checkpoint(folder)
     parts = {
         part: {
@@ -43,7 +43,13 @@ def summary(folder: Path) -> dict[str, object]:
         for part, entries in manifest.parts.items()
     }
     files = {name: file.size for name, file in manifest.files.items()}
-    return {"step": manifest.step, "parts": parts, "files": files, "versions": dict(manifest.versions)}
+    return {
+        "step": manifest.step,
+        "metric": as_json(manifest.metric),
+        "parts": parts,
+        "files": files,
+        "versions": dict(manifest.versions),
+    }
 
 
 def faults(folder: Path) -> list[str]:

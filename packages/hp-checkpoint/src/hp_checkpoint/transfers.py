@@ -162,7 +162,7 @@ class Transfers:
                     read_at(descriptor, data[low - start : high - start], low, path)
             elif any(row[2] > 1 for row in rows):
                 read_at(descriptor, data, start, path)
-                self._manifest.verify(path.name, start, data)
+                self._manifest.verify(path, start, data)
             else:
                 for row in rows:
                     hasher, end = xxhash.xxh3_64(), row[0] + row[1]
@@ -171,7 +171,7 @@ class Transfers:
                         read_at(descriptor, chunk, at, path)
                         hasher.update(chunk.data)
                     if hasher.intdigest() != row[4]:
-                        raise self._manifest.changed(path.name, row)
+                        raise self._manifest.changed(path, row)
 
     def _parts(self, transfer: Transfer) -> tuple[Piece, ...]:
         """Return the pieces of one of this rank's requests in a unit, with their places in the tensor."""

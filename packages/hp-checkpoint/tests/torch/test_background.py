@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -202,6 +203,44 @@ def test_a_save_after_an_older_checkpoint_stays(tmp_path, beside):
         for step in (100, 300, 200, 250):
             checkpoints.save(step, model).wait()
     assert steps_in(tmp_path / "run") == [250, 300]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_best_stay(tmp_path, beside):
+    """Known from the disk after a restart; NaN is never among them, and of equal ones the older stays."""
+    model, _ = training()
+    run, nan = tmp_path / "run", float("nan")
+    for metrics in ({1: 3.0, 2: nan, 3: 1.5}, {4: 2.0, 5: 1.5, 6: float("inf")}, {7: 9, 8: nan}):
+        with Checkpointer(run, keep=Keep(last=1, best=2), background=beside) as checkpoints:
+            for step, metric in metrics.items():
+                checkpoints.save(step, model, metric=metric)
+    assert steps_in(run) == [3, 5, 8]
+    with Checkpointer(run, keep=Keep(last=1, best=1, better="larger"), background=beside) as checkpoints:
+        checkpoints.save(9, model, metric=np.float32(1.25))
+        checkpoints.save(10, model, metric=0.5)
+    assert steps_in(run) == [3, 10]
+
+
+@on_ranks(1, 2)
+def test_metrics_that_are_none(tmp_path):
+    model, _ = training()
+    rank, size = get_platform().groups.rank(), get_platform().groups.size()
+    with Checkpointer(tmp_path / "run", keep=Keep(best=2), background=False) as checkpoints:
+        with pytest.raises(
+            ValueError, match=r"save: Keep\(last=2, .*best=2, .*\) compares metrics; pass metric=, such"
+        ):
+            checkpoints.save(1, model)
+        with pytest.raises(
+            TypeError, match=r"metric must be a number, got tensor\(1.\); of a tensor pass its item\(\)"
+        ):
+            checkpoints.save(1, model, metric=torch.tensor(1.0))
+        if size > 1:
+            with pytest.raises(ValueError, match="ranks save different metrics: rank 0: 1.0, rank 1: 'nan'; all save"):
+                checkpoints.save(1, model, metric=float("nan") if rank else 1.0)
+            with pytest.raises(CheckpointError, match="failed on 1 of 2 ranks: rank 1: save: Keep.* compares metrics"):
+                checkpoints.save(1, model, metric=None if rank else 1.0)
+        assert checkpoints.steps() == []
 
 
 @on_ranks(1)

@@ -30,7 +30,9 @@ def test_models_are_cast_on_request(tmp_path):
     if get_platform().groups.rank() == 0:
         assert (load_file(tmp_path / "half" / "model.safetensors")["weight"] == array.astype(np.float16)).all()
     model = model_of(np.zeros_like(array))
-    with pytest.raises(ValueError, match=r"'weight' is F32 of shape .6, 10., in the checkpoint F16 of shape .6, 10."):
+    with pytest.raises(
+        ValueError, match=r"'weight' is F32 of .* in the checkpoint F16 of shape .6, 10.. load_model\(..., cast=True\)"
+    ):
         load_model(model, tmp_path / "half")
     load_model(model, tmp_path / "half", cast=True)
     assert (as_array(model.weight.full_tensor()) == array.astype(np.float16)).all()

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hp_checkpoint import InvalidCheckpointError, Keep
-from hp_checkpoint.extend import diff, faults, prune, steps_in, summary, to_dcp, to_hugging_face
+from hp_checkpoint.extend import diff, faults, metrics_in, prune, steps_in, summary, to_dcp, to_hugging_face
 from hyper_parallel.output import CHECKPOINTS
 
 __all__ = ["app"]
@@ -31,7 +31,8 @@ def inspect(folder: Folder, json_lines: Json = False) -> None:
         typer.echo(json.dumps(content))
         return
     step = "" if content["step"] is None else f"step {content['step']}, "
-    typer.echo(f"{folder}: {step}{sum(content['files'].values()):,} bytes")
+    metric = "" if content["metric"] is None else f"metric {content['metric']}, "
+    typer.echo(f"{folder}: {step}{metric}{sum(content['files'].values()):,} bytes")
     for part, described in content["parts"].items():
         typer.echo(f"{part}: {len(described['tensors']):,} tensors, {described['bytes']:,} bytes")
         for name, (dtype, *shape) in described["tensors"].items():
@@ -104,6 +105,10 @@ def remove(
     every: Annotated[
         int | None, typer.Option(min=1, help="Keep the steps that are a multiple of it as well.", show_default=False)
     ] = None,
+    best: Annotated[
+        int | None, typer.Option(min=1, help="Keep so many with the best metrics as well.", show_default=False)
+    ] = None,
+    better: Annotated[str, typer.Option(help="Which metrics are the best: smaller or larger ones.")] = "smaller",
 ) -> None:
     """Remove old checkpoints of a run."""
     with _errors():
@@ -112,7 +117,12 @@ def remove(
         place = folder if steps_in(folder) else folder / CHECKPOINTS
         if not steps_in(place):
             raise FileNotFoundError(f"there is no checkpoint in {folder}: no step-*, and no {CHECKPOINTS}/step-*")
-        removed = prune(place, Keep(last=last, every=every))
+        keep = Keep(last=last, every=every, best=best, better=better)  # type: ignore[arg-type]
+        if best is not None and not any(
+            metric is not None for metric in metrics_in(place, steps_in(place))[0].values()
+        ):
+            raise ValueError(f"--best {best}: no checkpoint in {place} was saved with a metric")
+        removed = prune(place, keep)
     typer.echo(f"removed {_listed(removed)}; {place} has {_listed(steps_in(place))}")
 
 
