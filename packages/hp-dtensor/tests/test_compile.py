@@ -71,6 +71,7 @@ LAYOUTS = {
     "data": (Shard(0), Replicate(), Replicate()),
     "replicated": (Replicate(), Replicate(), Replicate()),
 }
+USUAL, RARE = ("column", "row"), ("data", "replicated")
 
 
 def _operands(layout: str) -> tuple[Any, list[Any]]:
@@ -93,7 +94,7 @@ def _step(function: Any, operands: list[Any]) -> tuple[Any, list[Any], dict[Any,
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*USUAL, *(pytest.param(each, marks=pytest.mark.thorough) for each in RARE)])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_equals_eager(program: str, layout: str) -> None:
     torch.set_num_threads(1)
