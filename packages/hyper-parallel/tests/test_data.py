@@ -14,6 +14,7 @@ from hyper_parallel.data import (
     read_text,
     write_tokens,
 )
+from hyper_parallel.data.tokens import TokenFile
 
 
 @pytest.fixture
@@ -81,7 +82,18 @@ def test_token_files_are_read_side_by_side_packed_or_mixed(tokens):
     assert len(rows) == 18  # 157 tokens of 40 documents, none of them cut
     assert ((rows.labels == rows.tokens) | (rows.labels == IGNORED)).all()
     assert (rows.positions == 0).sum() >= 40
-    assert len(open_samples(section(*tokens, packing=True), seed=0).rows(np.arange(8))) == 8
+
+
+def test_packed_files_without_weights_give_each_document_once_an_epoch(tokens, tmp_path):
+    write_tokens(tmp_path / "small", [[89, 88]], vocabulary=90)  # far under a mixture's least share
+    write_tokens(tmp_path / "large", [[token % 80] * 9 for token in range(9000)], vocabulary=90)
+    files = [*tokens, tmp_path / "small.bin", tmp_path / "large.bin"]
+    samples = open_samples(section(*files, packing=True), seed=0)
+    rows = samples.rows(np.arange(len(samples)))
+    documents = [TokenFile(file).document(n) for file in files for n in range(len(TokenFile(file).starts) - 1)]
+    assert (rows.positions == 0).sum() >= len(documents)
+    found = np.bincount(rows.tokens.ravel(), minlength=90)[1:]  # 0 is the padding as well
+    assert found.tolist() == np.bincount(np.concatenate(documents), minlength=90)[1:].tolist()
 
 
 @pytest.mark.parametrize(

@@ -162,16 +162,19 @@ def test_mistakes(place):
     (place / "old" / "tokenizer.model").write_bytes(b"")
     (place / "d.parquet").write_bytes(b"PAR1")
     cases = [
-        (plan_of(place, tokenizer=missing), "data.paths: the tokenizer"),
+        (plan_of(place, tokenizer=missing), "data.tokenizer: the tokenizer"),
         (plan_of(place, paths=[str(place / "c.bin")], tokenizer="bytes"), "data.tokenizer is for text, but"),
         (plan_of(place, paths=[str(place / "c.bin")], field="body"), "data.field is for text, but"),
         (plan_of(place, max_bytes=100), "data.max_bytes is for text as bytes, but this text has a tokenizer; leave it"),
         (plan_of(place, paths=[str(place / "c.bin")], max_bytes=100), "data.max_bytes is for text as bytes, but"),
-        (plan_of(place, weights=[1, 2]), "1 paths have 2 weights"),
+        (plan_of(place, weights=[1, 2]), "data.weights: 1 paths have 2 weights"),
         (plan_of(place, model={"path": str(place / "old")}), "old has tokenizer.model, but no tokenizer.json"),
-        (
-            plan_of(place, model={"config": "LlamaConfig"}, paths=[str(place / "d.parquet")]),
-            "d.parquet would be read as bytes; name a tokenizer",
+        *(
+            (
+                plan_of(place, model={"config": "LlamaConfig"}, paths=[str(place / name)]),
+                f"{name} would be read as bytes; name a tokenizer",
+            )
+            for name in ("d.parquet", "b.jsonl")
         ),
         (plan_of(place, model={"config": "LlamaConfig"}, field="body"), "has no effect without data.tokenizer"),
     ]

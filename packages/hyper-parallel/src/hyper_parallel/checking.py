@@ -30,7 +30,7 @@ def _check_data(plan: ParallelPlan, section: DataSection, key: str = "data.paths
     try:
         needed = check_text_of(plan, section) or check_data(section)
     except DataError as error:
-        return [Diagnostic(key, error.message, error.fix)]
+        return [Diagnostic(key if error.key == "paths" else f"data.{error.key}", error.message, error.fix)]
     known = vocabulary(plan.model)
     if known is not None and known < needed:
         data = "text as bytes" if needed == VOCABULARY else "the tokenizer of the data"

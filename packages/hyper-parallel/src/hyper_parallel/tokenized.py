@@ -91,25 +91,30 @@ def check_text_of(plan: ParallelPlan, section: DataSection) -> int | None:
     bounded = section is plan.data and section.max_bytes != DataSection().max_bytes
     if has_tokens(section):
         if bounded:
-            raise DataError(f"data.max_bytes is for text as bytes, but {section.paths[0]} has tokens", "leave it out")
+            message = f"data.max_bytes is for text as bytes, but {section.paths[0]} has tokens"
+            raise DataError(message, "leave it out", key="max_bytes")
         given = {"data.tokenizer": plan.data.tokenizer is not None, "data.field": section.field != "text"}
         for key in [key for key, is_given in given.items() if is_given and section is plan.data]:
-            raise DataError(f"{key} is for text, but {section.paths[0]} is a token file", "leave it out")
+            message = f"{key} is for text, but {section.paths[0]} is a token file"
+            raise DataError(message, "leave it out", key=key.removeprefix("data."))
         return None
     tokenizer, files = tokenizer_of(plan), text_files(find_files(section.paths))
     if tokenizer is None:
-        table = next((file for file in files if file.suffix in (".parquet", ".arrow")), None)
+        table = next((file for file in files if file.suffix in DOCUMENTS_IN_A_FIELD), None)
         if table is not None:
             raise DataError(
                 f"{table} would be read as bytes", "name a tokenizer: data.tokenizer = 'bytes', or a folder"
             )
         if section.field != "text":
-            raise DataError(f"data.field = {section.field!r} has no effect without data.tokenizer", "leave it out")
+            message = f"data.field = {section.field!r} has no effect without data.tokenizer"
+            raise DataError(message, "leave it out", key="field")
         return None
     if bounded:
-        raise DataError("data.max_bytes is for text as bytes, but this text has a tokenizer", "leave it out")
+        message = "data.max_bytes is for text as bytes, but this text has a tokenizer"
+        raise DataError(message, "leave it out", key="max_bytes")
     if section.weights and len(section.weights) != len(section.paths):
-        raise DataError(f"{len(section.paths)} paths have {len(section.weights)} weights", "give one for each path")
+        message = f"{len(section.paths)} paths have {len(section.weights)} weights"
+        raise DataError(message, "give one for each path", key="weights")
     lines = next((file for file in files if file.suffix in DOCUMENTS_IN_A_FIELD), None)
     if lines is not None:  # Its first document tells whether it has the field.
         next(read_documents(lines, field=section.field), None)

@@ -9,8 +9,9 @@ class DataError(ValueError):
     Attributes:
         message: what is wrong with it.
         fix: what to do.
+        key: of a plan's `[data]` that is wrong, "paths" for what the files hold.
     """
 
-    def __init__(self, message: str, fix: str) -> None:
-        self.message, self.fix = message, fix
+    def __init__(self, message: str, fix: str, *, key: str = "paths") -> None:
+        self.message, self.fix, self.key = message, fix, key
         super().__init__(f"{message}; {fix}")

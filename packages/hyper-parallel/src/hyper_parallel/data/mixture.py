@@ -34,10 +34,10 @@ class Mixture:
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float], *, seed: int) -> None:
         if len(sources) != len(weights) or not sources:
             message = f"a mixture of {len(sources)} sources has {len(weights)} weights"
-            raise DataError(message, "give one weight for each source")
+            raise DataError(message, "give one weight for each source", key="weights")
         if not all(weight > 0 and np.isfinite(weight) for weight in weights):
             message = f"the weights of a mixture are positive numbers, got {tuple(weights)}"
-            raise DataError(message, "leave out a source that is not wanted")
+            raise DataError(message, "leave out a source that is not wanted", key="weights")
         total = sum(weights)
         exact = [_BLOCK * weight / total for weight in weights]
         for number, part in enumerate(exact):
@@ -45,7 +45,7 @@ class Mixture:
                 message = (
                     f"source {number} has weight {weights[number]:g} of {total:g}: under half a sample in {_BLOCK}"
                 )
-                raise DataError(message, "give it a larger weight, or leave it out")
+                raise DataError(message, "give it a larger weight, or leave it out", key="weights")
         self._sources, self._seed = list(sources), seed
         self._counts = _rounded(exact)
         self._last: tuple[int, Any] = (-1, None)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hp_plan import DataSection
 from hyper_parallel.data.errors import DataError
 from hyper_parallel.data.mixture import Mixture
-from hyper_parallel.data.packing import Packed
+from hyper_parallel.data.packing import Joined, Packed
 from hyper_parallel.data.samples import Rows, Samples, Windows
 from hyper_parallel.data.text import VOCABULARY, check_text, read_text
 from hyper_parallel.data.tokens import TokenFile, beyond
@@ -53,15 +53,14 @@ def open_samples(
     if not isinstance(files, list):
         return Windows([files], length, seed=seed)
     sources: list[Samples] = []
-    for number, group in enumerate([[file] for file in files] if section.weights or section.packing else [files]):
+    for number, group in enumerate([[file] for file in files] if section.weights else [files]):
         source: Samples
         if section.packing:
-            source = Packed(group[0], length, seed=seed + number)
+            source = Packed(group[0] if len(group) == 1 else Joined(group), length, seed=seed + number)
         else:
             source = Windows([file.tokens for file in group], length, seed=seed + number)
         sources.append(_Checked(source, group, vocabulary))
-    weights = section.weights or [len(file.tokens) for file in files]
-    return sources[0] if len(sources) == 1 else Mixture(sources, weights, seed=seed)
+    return sources[0] if len(sources) == 1 else Mixture(sources, section.weights, seed=seed)
 
 
 def check_data(section: DataSection) -> int:
@@ -74,13 +73,14 @@ def check_data(section: DataSection) -> int:
         for name in ("packing", "weights"):
             if getattr(section, name):
                 message = f"{name} is for token files, but the data is text as bytes"
-                raise DataError(message, "write token files with hyper-parallel data prepare, or leave it out")
+                fix = "write token files with hyper-parallel data prepare, or leave it out"
+                raise DataError(message, fix, key=name)
         size = check_text(section.paths, sequence_length=section.sequence_length, max_bytes=section.max_bytes)
         check_count(section, size // section.sequence_length)
         return VOCABULARY
     if section.weights and len(section.weights) != len(section.paths):
         message = f"{len(section.paths)} paths have {len(section.weights)} weights"
-        raise DataError(message, "give one for each path")
+        raise DataError(message, "give one for each path", key="weights")
     check_count(section, len(open_samples(section, seed=0)))
     return max(map(_vocabulary, section.paths))
 

@@ -24,6 +24,25 @@ class Documents(Protocol):
         ...
 
 
+class Joined:
+    """The documents of several sources, one source after the other.
+
+    Args:
+        sources: at least one.
+    """
+
+    def __init__(self, sources: Sequence[Documents]) -> None:
+        self._sources = list(sources)
+        sizes = [np.diff(source.starts) for source in self._sources]
+        self.starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sizes), dtype=np.int64)])
+        self._ends = np.cumsum([len(each) for each in sizes])
+
+    def document(self, number: int) -> NDArray[Any]:
+        """Return the tokens of a document."""
+        source = int(np.searchsorted(self._ends, number, side="right"))
+        return self._sources[source].document(number - (int(self._ends[source - 1]) if source else 0))
+
+
 class Piece(NamedTuple):
     """Tokens `[start, start + length)` of a document."""
 

@@ -55,7 +55,9 @@ def read_tokenizer(path: str | None, *, end: str | None = None) -> Tokenizer:
         return Bytes()
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise DataError(f"the tokenizer {file} does not exist", "give a tokenizer.json, or a folder that has one")
+        raise DataError(
+            f"the tokenizer {file} does not exist", "give a tokenizer.json, or a folder that has one", key="tokenizer"
+        )
     return _read(file.absolute(), end, tuple(map(_state, (file, file.parent / _CONFIG))))
 
 
@@ -101,12 +103,13 @@ class _FromFile:
             self._tokenizer = Library.from_buffer(raw)
         except Exception as error:  # The library raises plain Exceptions.
             message = f"the tokenizer {file} can't be read: {error}"
-            raise DataError(message, "give a tokenizer.json that transformers has saved") from error
+            raise DataError(message, "give a tokenizer.json that transformers has saved", key="tokenizer") from error
         self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
         name = end if end is not None else _named_end(file.parent / _CONFIG)
         self.end = None if name is None else self._tokenizer.token_to_id(name)
         if name is not None and self.end is None:
-            raise DataError(f"the tokenizer {file} has no token {name!r}", "give the text of one of its special tokens")
+            message = f"the tokenizer {file} has no token {name!r}"
+            raise DataError(message, "give the text of one of its special tokens", key="tokenizer")
         self.digest = hashlib.sha256(raw + repr(self.end).encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -130,5 +133,6 @@ def _named_end(config: Path) -> str | None:
     try:
         named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise DataError(f"{config} can't be read: {error}", "mend it, or give the end token by --end") from error
+        message = f"{config} can't be read: {error}"
+        raise DataError(message, "mend it, or give the end token by --end", key="tokenizer") from error
     return named.get("content") if isinstance(named, dict) else named
