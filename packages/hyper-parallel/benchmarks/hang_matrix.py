@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from injections import Ended, Fault, Launcher
+from injections import Ended, Fault, Launcher, side_by_side, started
 
 from hp_plan import ParallelPlan
 
@@ -126,7 +126,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hangs-") as name:
         place = Path(name)
         (place / "text").write_bytes(b"to be or not to be, " * 40)
-        launchers = [Launcher(place / f"launcher{index}") for index in range(arguments.launchers)]
 
         def work(launcher: Launcher) -> None:
             while True:
@@ -151,15 +150,8 @@ def main() -> int:
                 if waited == float("inf"):
                     return
 
-        try:
-            threads = [threading.Thread(target=work, args=(launcher,)) for launcher in launchers]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            for launcher in launchers:
-                launcher.close()
+        with started(place, arguments.launchers) as launchers:
+            side_by_side(work, launchers)
     waits.sort()
     over = sum(each > 2 for each in waits)
     print(

@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from command_process import CommandProcess, program
 
 # Written beside the plans: each rank imports it to build its model.
 MODEL = '''
@@ -131,25 +136,11 @@ class Injection:
         elif self.how == "keep":
             ctypes.PyDLL(None).sleep(100000)  # in C, without letting go of the interpreter
 '''
-LAUNCHER = """
-import json, multiprocessing, multiprocessing.forkserver, os, signal, sys
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, which ranks would inherit
-answers = os.fdopen(os.dup(1), "w")
-for number, name in ((1, "out"), (2, "err")):
-    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+LAUNCHER = program("""
 modules = ["hyper_parallel.worker", "hyper_parallel.torch.trainer", "torch._dynamo", "transformers.masking_utils"]
 multiprocessing.set_forkserver_preload([*modules, "transformers.models.qwen3.modeling_qwen3"])
 multiprocessing.forkserver.ensure_running()
-from hyper_parallel import cli
-for line in sys.stdin:
-    status = 0
-    try:
-        cli.main(json.loads(line))
-    except SystemExit as ended:
-        status = ended.code or 0
-    sys.stdout.flush()
-    print(status, file=answers, flush=True)
-"""
+""")
 
 
 @dataclass(frozen=True)
@@ -199,7 +190,7 @@ class Launcher:
     """
 
     def __init__(self, folder: Path, limit: float = 300.0) -> None:
-        self.folder, self._limit, self._read = folder, limit, {"out": 0, "err": 0}
+        self.folder, self._limit = folder, limit
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "injected.py").write_text(MODEL, encoding="utf-8")
         environment = {**os.environ, "HYPER_PARALLEL_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -212,6 +203,7 @@ class Launcher:
             text=True,
             start_new_session=True,
         )
+        self._commands = CommandProcess(self.process, folder)
 
     def train(self, plan: str, run: str, *options: str, fault: Fault | None = None, log: bool = False) -> Ended:
         """Run `hyper-parallel train`.
@@ -245,19 +237,14 @@ class Launcher:
 
         Raises:
             TimeoutError: it did not end.
+            RuntimeError: the process ended.
         """
-        process = self.process
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(arguments) + "\n")
-        process.stdin.flush()
-        if not wait([process.stdout], self._limit):
-            raise TimeoutError(f"{' '.join(arguments)} did not end in {self._limit:.0f} s: {self._written('err')}")
-        answer, at = process.stdout.readline(), time.time()
-        out, err = self._written("out"), self._written("err")
-        self._read = {"out": self._read["out"] + len(out), "err": self._read["err"] + len(err)}
-        if not answer:
-            raise RuntimeError(f"the launcher ended: {err[-2000:]}")
-        return Ended(int(answer), out, err, at)
+        self._commands.begin(*arguments)
+        try:
+            status, out, err = self._commands.finish(self._limit)
+        except TimeoutError as error:
+            raise TimeoutError(f"{' '.join(arguments)}: {error}") from None
+        return Ended(status, out, err, time.time())
 
     def close(self) -> None:
         """End the process, and what it may have left."""
@@ -265,6 +252,24 @@ class Launcher:
             os.killpg(self.process.pid, 9)
         self.process.communicate()
 
-    def _written(self, name: str) -> str:
-        path = self.folder / name
-        return path.read_text(encoding="utf-8", errors="replace")[self._read[name] :] if path.exists() else ""
+
+@contextmanager
+def started(place: Path, number: int) -> Iterator[list[Launcher]]:
+    """Start launchers in folders of their own in a block, and close them at its end."""
+    launchers: list[Launcher] = []
+    try:
+        for index in range(number):
+            launchers.append(Launcher(place / f"launcher{index}"))
+        yield launchers
+    finally:
+        for launcher in launchers:
+            launcher.close()
+
+
+def side_by_side(work: Callable[[Launcher], object], launchers: Sequence[Launcher]) -> None:
+    """Call a function with each launcher, on a thread each."""
+    threads = [threading.Thread(target=work, args=(launcher,)) for launcher in launchers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from injections import Fault, Launcher
+from injections import Fault, Launcher, side_by_side, started
 
 from hp_plan import ParallelPlan
 from hyper_parallel.data import write_tokens
@@ -233,8 +233,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="resume-") as name:
         place = Path(name)
         write_data(place / "data")
-        launchers = [Launcher(place / f"launcher{index}") for index in range(arguments.launchers)]
-        try:
+        with started(place, arguments.launchers) as launchers:
             truth = Truth(launchers[0], place / "data")
             until = time.monotonic() + arguments.minutes * 60
 
@@ -262,14 +261,7 @@ def main() -> int:
                     if wrong.startswith(("TimeoutError", "RuntimeError")):
                         return
 
-            threads = [threading.Thread(target=work, args=(launcher,)) for launcher in launchers]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            for launcher in launchers:
-                launcher.close()
+            side_by_side(work, launchers)
     print(
         f"{done['cases']} cases with {done['stops']} stops ({', '.join(f'{how} {done[how]}' for how in HOWS)}),"
         f" {done['exact']} bit-equal, {len(faults)} faults {faults or ''}"

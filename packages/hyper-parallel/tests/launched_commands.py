@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing.connection import wait
 from pathlib import Path
+
+from command_process import CommandProcess, program
 
 # A model that needs no transformers, and does at a call what its arguments say.
 MODEL = """
@@ -105,26 +106,10 @@ SLOW = ["--set", "run.stop_within=25"]  # for ranks that end by themselves, on a
 ENDLESS = ["--data", "text", "--steps", "100000", "--json"]
 LIMIT = 300  # seconds: a hang, not a slow machine
 
-# Runs the command for each line of arguments that it reads, and answers with its exit status; what the command and its
-# ranks write is appended to two files.
-LAUNCHER = """
-import json, os, signal, sys
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, which ranks would inherit
-answers = os.fdopen(os.dup(1), "w")
-for number, name in ((1, "out"), (2, "err")):
-    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-from hyper_parallel import cli
+LAUNCHER = program("""
 from hyper_parallel.torch import launch
 launch._OURS += ("matplotlib.figure", "matplotlib.backends.backend_agg")  # once, and not in each command's rank 0
-for line in sys.stdin:
-    status = 0
-    try:
-        cli.main(json.loads(line))
-    except SystemExit as ended:
-        status = ended.code or 0
-    sys.stdout.flush()
-    print(status, file=answers, flush=True)
-"""
+""")
 
 
 def write_plan(folder: Path, run: str, **overrides: object) -> str:
@@ -166,36 +151,22 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-class Launcher:
+class Launcher(CommandProcess):
     """A process that runs the command once for each `begin`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = fill(folder)
+        super().__init__(start(fill(folder), sys.executable, "-c", LAUNCHER), folder)
         self.running = False
-        self.process = start(folder, sys.executable, "-c", LAUNCHER)
-        self._read = {"out": 0, "err": 0}
 
     def begin(self, *arguments: str) -> None:
-        assert self.process.stdin is not None
         self.running = True
-        self.process.stdin.write(json.dumps(arguments) + "\n")
-        self.process.stdin.flush()
+        super().begin(*arguments)
 
-    def written(self, name: str) -> str:
-        """What "out" or "err" has got since the last command ended."""
-        path = self.folder / name
-        return path.read_text()[self._read[name] :] if path.exists() else ""
-
-    def finish(self) -> tuple[int, str, str]:
+    def finish(self, limit: float = LIMIT) -> tuple[int, str, str]:
         """Wait for the command's end; get its exit status and what it wrote."""
-        assert self.process.stdout is not None
-        assert wait([self.process.stdout], LIMIT), self.written("err")
-        answer = self.process.stdout.readline()
-        out, err = self.written("out"), self.written("err")
-        assert answer, err
+        ended = super().finish(limit)
         self.running = False
-        self._read = {"out": self._read["out"] + len(out), "err": self._read["err"] + len(err)}
-        return int(answer), out, err
+        return ended
 
 
 def alive(folder: Path, run: str = "run") -> list[int]:
