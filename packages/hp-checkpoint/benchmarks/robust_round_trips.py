@@ -1,9 +1,10 @@
 """Random pairs of layouts on 1, 2, 3, 4 and 8 ranks: each state is saved in one and loaded in the other, bit for bit.
 
 Layouts are products of pp, dp and tp or ep; placements any: shards of any dim, strided, ragged, uneven, empty; states
-of AdamW and Muon. Files are compared with the arrays, what is loaded with the truth on each rank, and a save from the
-second layout with the files of the first. With `--mindspore PYTHON`, an interpreter that has MindSpore, it loads what
-PyTorch saved as well, in the second layout, saves it, and PyTorch loads that in the first one.
+of AdamW and Muon; files that all ranks share, or files of each rank. They are compared with the arrays, what is loaded
+with the truth on each rank, and a save from the second layout with the arrays again, or with the files of the first.
+With `--mindspore PYTHON`, an interpreter that has MindSpore, it loads what PyTorch saved as well, in the second layout,
+saves it, and PyTorch loads that in the first one.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,11 @@ _meshes: dict[tuple[int, ...], Any] = {}
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a pair: the ranks on each axis, and the tensors' placements over the last two."""
+    """One side of a pair: the ranks on each axis, placements over the last two, and the layout of the files."""
 
     axes: tuple[int, int, int]
     placements: tuple[tuple[Placement, ...], ...]
+    layout: Any = "files"
 
     @property
     def ranks(self) -> int:
@@ -66,19 +67,22 @@ def pair(number: int, worlds: Sequence[int] = WORLDS) -> Pair:
     kinds = tuple((choice.choice(_DTYPES), choose_shape(choice.choice)) for _ in range(3))
     sides = tuple(_side(choice, world, kinds) for world in (worlds[number % count], worlds[number // count % count]))
     block_bytes, verify = choice.choice([64, 1024, 1 << 20]), choice.choice(["read", "all"])
-    return Pair(number, kinds, choice.choice(list(_STATES)), (sides[0], sides[1]), block_bytes, verify)
+    optimizer = choice.choice(list(_STATES))
+    first, second = (replace(side, layout=choice.choice(["files", "shards"])) for side in sides)
+    return Pair(number, kinds, optimizer, (first, second), block_bytes, verify)
 
 
 def save_pairs(pairs: Sequence[Pair], folder: str, side: int = 0) -> None:
     """Save states in the layouts of one side, from all ranks of its world."""
     for each in pairs:
-        save_state(flatten(_state(each, side)), Path(folder) / str(each.number), Ranks(), block_bytes=each.block_bytes)
-        if get_platform().groups.rank() == 0:
-            _check_files(each, Path(folder) / str(each.number))
+        _save(each, _state(each, side), Path(folder) / str(each.number), each.sides[side].layout)
 
 
 def load_pairs(pairs: Sequence[Pair], folder: str, again: str, side: int = 1) -> None:
-    """Load states in the layouts of one side, compare their bits, and save them from there: the files are the same."""
+    """Load states in the layouts of one side, compare their bits, and save them from there: each in its own.
+
+    Of shared files the bytes are the same.
+    """
     for each in pairs:
         new, truth = _state(each, side, empty=True), _state(each, side)
         load(new, checkpoint_id=Path(folder) / str(each.number), verify=each.verify)
@@ -86,9 +90,15 @@ def load_pairs(pairs: Sequence[Pair], folder: str, again: str, side: int = 1) ->
         for address, value in expected.items():
             assert read_bytes(found[address]).tobytes() == read_bytes(value).tobytes(), (each, address)
         assert new["step"] == each.number, each
-        save_state(flatten(new), Path(again) / str(each.number), Ranks(), block_bytes=each.block_bytes)
-        if get_platform().groups.rank() == 0:
+        _save(each, new, Path(again) / str(each.number), each.sides[side].layout)
+        if get_platform().groups.rank() == 0 and {own.layout for own in each.sides} == {"files"}:
             assert contents(Path(again) / str(each.number)) == contents(Path(folder) / str(each.number)), each
+
+
+def _save(each: Pair, state: dict[str, Any], folder: Path, layout: Any) -> None:
+    save_state(flatten(state), folder, Ranks(), block_bytes=each.block_bytes, layout=layout)
+    if get_platform().groups.rank() == 0:
+        _check_files(each, folder, layout)
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -138,26 +148,36 @@ def _array(each: Pair, at: int, key: str) -> np.ndarray:
     return (array.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) if dtype == "bfloat16" else array
 
 
-def _check_files(each: Pair, folder: Path) -> None:
-    """Compare the files with the arrays, without any of the package's reading."""
-    content: dict[str, bytes] = {}
-    for path in folder.glob("*.safetensors"):
-        data = path.read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:start])
-        header.pop("__metadata__")
-        for name, described in header.items():
-            begin, end = described["data_offsets"]
-            content[f"{path.stem}: {name}"] = data[start + begin : start + end]
-    expected: dict[str, bytes] = {}
+def _check_files(each: Pair, folder: Path, layout: str) -> None:
+    """Compare the files with the arrays, without any of the package's reading: each element is in them once."""
+    expected: dict[str, np.ndarray] = {}
     for at, (dtype, _) in enumerate(each.kinds):
         name = f"layers.{at}.weight"
         places = {"weight": f"model: {name}"} | {k: f"optimizer: {name}.{k}" for k in _STATES[each.optimizer]}
         for key, place in places.items():
             array = _array(each, at, key)
-            high = (array.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else array
-            expected[place] = high.tobytes()
+            expected[place] = (array.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else array
         if each.optimizer == "adamw":
-            expected[f"optimizer: {name}.step"] = np.float32(each.number).tobytes()
-    assert content == expected, each
+            expected[f"optimizer: {name}.step"] = np.float32(each.number).reshape(())
+    found = {name: np.zeros(array.shape, np.int64) for name, array in expected.items()}
+    complete = set()
+    for path in folder.glob("*.safetensors"):
+        part, _, rank = path.stem.partition("-rank-")
+        assert bool(rank) == (layout == "shards"), path
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        header.pop("__metadata__")
+        for key, described in header.items():
+            name, _, box = key.partition("[")
+            place = f"{part}: {name}"
+            slices = tuple(slice(*map(int, each.split(":"))) for each in box[:-1].split(",")) if box else ()
+            begin, end = described["data_offsets"]
+            values = expected[place][slices]
+            assert list(values.shape) == described["shape"], (each, key)
+            assert values.tobytes() == data[start + begin : start + end], (each, key)
+            found[place][slices] += 1
+            complete.add(place)
+    assert all((counts == 1).all() for counts in found.values()), each
+    assert complete == {name for name, array in expected.items() if layout == "files" or array.size}, each
     Manifest.from_bytes((folder / "manifest.json").read_bytes(), str(folder))

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, loading, retention, save, saving, tensors
+from hp_checkpoint import CheckpointError, InvalidCheckpointError, arrangements, load, loading, retention, save, tensors
 from hp_checkpoint.export import to_hugging_face
 from hp_checkpoint.files import Kind, lay_out
 from hp_checkpoint.manifest import Manifest, sealed
@@ -158,7 +158,7 @@ def test_a_conversion_is_synced_with_its_name(checkpoint, tmp_path, monkeypatch)
 def test_files_that_were_not_written_to_their_end_are_not_committed(tmp_path, monkeypatch):
     """A rank whose pieces are not all of its shard: there would be a checkpoint that no load takes."""
     save(state(1), checkpoint_id=tmp_path / "new", no_dist=True)
-    monkeypatch.setattr(saving, "local_pieces", lambda value: tensors.local_pieces(value)[:0])
+    monkeypatch.setattr(arrangements, "local_pieces", lambda value: tensors.local_pieces(value)[:0])
     with pytest.raises(InvalidCheckpointError, match=r"checksums of model\.safetensors are of \d+ bytes of block 0"):
         save(state(2), checkpoint_id=tmp_path / "new", no_dist=True)
     monkeypatch.undo()
@@ -262,7 +262,7 @@ def unknown_dtype(manifest: dict) -> None:
         (lambda f: rewritten(f, outside), r"names the file '../x'; expected a file of the same folder"),
         (lambda f: rewritten(f, uncovered), r"the checksums of model.safetensors are of \d+ bytes of block 0"),
         (lambda f: rewritten(f, unknown_dtype), r"tensor 'w0', F3 of shape .* is in no file of it"),
-        (lambda f: rewritten(f, lambda m: m.update(version=7)), r"format version 7, this hp-checkpoint reads up to 1"),
+        (lambda f: rewritten(f, lambda m: m.update(version=7)), r"format version 7, this hp-checkpoint reads up to 2"),
         (lambda f: (f / "manifest.json").write_text("{}"), r"its hash is wrong: the file was changed, or not written"),
         (lambda f: (f / "model.safetensors").unlink(), r"ENOENT: No such file or directory: .*model.safetensors"),
         (lambda f: [p.unlink() for p in f.iterdir()], r"is no checkpoint: it has neither manifest.json nor model.saf"),

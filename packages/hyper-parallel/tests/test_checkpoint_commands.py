@@ -39,6 +39,18 @@ def test_inspect(run):
     assert "error: there is no checkpoint" in command("inspect", run / "step-9", code=1)
 
 
+def test_files_of_each_rank(run, tmp_path):
+    """What one layout of files has the other has; joined they are the same bytes."""
+    save(state(1), checkpoint_id=run / "shards", no_dist=True, layout="shards")
+    assert "bytes in 3 files, layout shards\n" in command("inspect", run / "shards")
+    assert command("diff", run / "shards", run / "step-00000001") == "nothing differs\n"
+    assert "every byte is as it was written" in command("verify", run / "shards")
+    command("convert", run / "shards", run / "joined")
+    assert [path.name for path in (run / "joined").iterdir()] == ["model.safetensors"]
+    truth = (run / "step-00000001" / "model.safetensors").read_bytes()
+    assert (run / "joined" / "model.safetensors").read_bytes() == truth
+
+
 def test_verify(run):
     folder = run / "step-00000001"
     assert "every byte is as it was written" in command("verify", folder)

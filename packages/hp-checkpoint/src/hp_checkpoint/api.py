@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from hp_checkpoint.arrangements import Layout, check_layout
 from hp_checkpoint.dcp import dcp_values, is_dcp
 from hp_checkpoint.file_systems import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader, bytes_of, place_of
 from hp_checkpoint.loading import Verify, load_tensors, read_tree
@@ -30,6 +31,7 @@ def save(
     planner: StandardSavePlanner | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    layout: Layout = "files",
 ) -> Manifest:
     """Save a state of all ranks in one folder; all ranks call it together.
 
@@ -46,7 +48,10 @@ def save(
         storage_writer: the folder with options. Default None: none of them.
         planner: its one option is what happens. Default None.
         no_dist: save from this process alone. Default False: from all ranks of the default group.
-        use_collectives: agree by collectives. Always True, as the ranks write shared files.
+        use_collectives: agree by collectives. Always True, as the ranks write one checkpoint.
+        layout: "files" for files that all ranks write together, a Hugging Face model; "shards" for files of each rank
+            that writes, on a file system where several can't write one file, or where shards are narrow columns.
+            Either loads into any layout of tensors. Default "files".
 
     Returns:
         The checkpoint's manifest.
@@ -58,27 +63,29 @@ def save(
         FileExistsError: the folder exists and is no checkpoint, or may not be replaced.
     """
     ranks = Ranks(alone=no_dist)
-    target, options = checked(checkpoint_id, storage_writer, planner, use_collectives, ranks)
+    target, options = checked(checkpoint_id, storage_writer, planner, use_collectives, ranks, layout)
     state = flattened(state_dict, ranks)
     return save_state(state, target, ranks, versions=versions(), **options)
 
 
 def checked(
-    checkpoint_id: Any, storage_writer: Any, planner: Any, use_collectives: bool, ranks: Ranks
+    checkpoint_id: Any, storage_writer: Any, planner: Any, use_collectives: bool, ranks: Ranks, layout: Layout
 ) -> tuple[Path, dict[str, Any]]:
     """Return the folder of a save and its options, from the arguments of `save`, on all ranks together."""
     found: list[tuple[Path, dict[str, Any]]] = []
 
     def check() -> bytes:
         planner_or(planner, StandardSavePlanner)
+        check_layout(layout, "save")
         if use_collectives is not True:
             raise ValueError(
-                f"save: use_collectives={use_collectives!r}, but the ranks write shared files, of which they have to"
-                " agree. Save what each rank has alone with no_dist=True, into a folder for each"
+                f"save: use_collectives={use_collectives!r}, but the ranks write one checkpoint, of which they have"
+                " to agree. Save what each rank has alone with no_dist=True, into a folder for each"
             )
         target = place_of(checkpoint_id, storage_writer, (FileSystemWriter,))
         writer = storage_writer or FileSystemWriter(target)
-        found.append((target, {"limit": bytes_of(writer.max_shard_size), "overwrite": writer.overwrite}))
+        options = {"limit": bytes_of(writer.max_shard_size), "overwrite": writer.overwrite, "layout": layout}
+        found.append((target, options))
         return b""
 
     ranks.agree(check, "save")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_checkpoint.api import checked, flattened, versions
+from hp_checkpoint.arrangements import Layout
 from hp_checkpoint.background import Writer
 from hp_checkpoint.errors import CheckpointError
 from hp_checkpoint.file_systems import FileSystemWriter
@@ -60,6 +61,7 @@ def async_save(
     planner: StandardSavePlanner | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    layout: Layout = "files",
     callback: Callable[[Future[Manifest]], object] | None = None,
 ) -> AsyncSaveResponse:
     """Copy a state of all ranks and save the copy beside the program; all ranks call it together, as `save`.
@@ -77,6 +79,7 @@ def async_save(
         planner: likewise.
         no_dist: save from this process alone. Default False: from all ranks of the default group.
         use_collectives: as that of `save`.
+        layout: likewise.
         callback: called with the future when the save has ended, in another thread.
 
     Raises:
@@ -86,7 +89,7 @@ def async_save(
         FileExistsError: the folder exists and is no checkpoint, or may not be replaced.
     """
     ranks = Ranks(alone=no_dist)
-    target, options = checked(checkpoint_id, storage_writer, planner, use_collectives, ranks)
+    target, options = checked(checkpoint_id, storage_writer, planner, use_collectives, ranks, layout)
     prepared = prepare_save(flattened(state_dict, ranks), target, ranks, versions=versions(), **options)
     folders: list[int] = []
     writer = _idle.pop() if _idle else Writer()

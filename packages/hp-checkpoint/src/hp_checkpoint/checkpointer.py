@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hp_checkpoint.api import versions
+from hp_checkpoint.arrangements import Layout, check_layout
 from hp_checkpoint.background import Committed, Pending, Writer
 from hp_checkpoint.files import Entry
 from hp_checkpoint.loading import Verify, load_tensors, read_tree
@@ -70,6 +71,7 @@ class Checkpointer:
         busy: where a save is under way when the next one starts: "wait" for it, "skip" the new one, or raise an
             "error".
         verify: "read" compares what is read with its checksums, "all" all of a checkpoint.
+        layout: of the files: "files" or "shards", as for `save`. Default "files".
         beside: further files of each checkpoint by their names, the same on all ranks, such as those of a tokenizer.
     """
 
@@ -81,15 +83,18 @@ class Checkpointer:
         background: bool = True,
         busy: Literal["wait", "skip", "error"] = "wait",
         verify: Verify = "read",
+        layout: Layout = "files",
         beside: Mapping[str, bytes] | None = None,
     ) -> None:
         if busy not in ("wait", "skip", "error"):
             raise ValueError(f"Checkpointer: busy must be 'wait', 'skip' or 'error', got {busy!r}")
+        check_layout(layout, "Checkpointer")
         if not isinstance(keep, Keep | None):
             raise TypeError(f"Checkpointer: keep must be a Keep, as Keep(last=2), got {keep!r}")
         self.folder = Path(folder).absolute()
         self.keep = Keep() if keep is None else keep
         self.verify: Verify = verify
+        self.layout: Layout = layout
         self._beside = dict(beside or {})
         self.busy = busy
         self._writer = Writer() if background else None
@@ -196,6 +201,7 @@ class Checkpointer:
             "metric": None if metric is None else float(metric),
             "texts": self.texts(model),
             "versions": versions(),
+            "layout": self.layout,
         }
         writer = self._writer
         if writer is None:

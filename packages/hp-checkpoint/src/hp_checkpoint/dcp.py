@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hp_checkpoint.archives import TORCH_NAMES, Archive
 from hp_checkpoint.errors import InvalidCheckpointError
-from hp_checkpoint.files import DTYPES, Chunk, Entry, Kind, check_file_name
+from hp_checkpoint.files import DTYPES, Chunk, Entry, Kind, check_cover, check_file_name
 from hp_checkpoint.manifest import MANIFEST, FileSums, Manifest
 from hp_checkpoint.pickles import plain, read_pickle, value_names
 from hp_checkpoint.state import Address, Unreadable, address
 from hp_checkpoint.storage import opened, read_small
 
-__all__ = ["CHECKPOINT", "METADATA", "check_cover", "dcp_manifest", "dcp_values", "is_dcp"]
+__all__ = ["CHECKPOINT", "METADATA", "dcp_manifest", "dcp_values", "is_dcp"]
 
 METADATA = ".metadata"
 CHECKPOINT = "torch.distributed.checkpoint"
@@ -76,11 +73,10 @@ def _manifest(folder: Path, metadata: Any) -> Manifest:
                 where = f"{folder / file}: {name!r}"
                 archive = Archive(descriptor, folder / file, info.offset, info.length, size, where)
                 start = archive.elements(shape, entry.kind.itemsize)
-                strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-                listed[addresses[name]].append(Chunk(offsets, shape, file, start, strides))
+                listed[addresses[name]].append(Chunk.dense(offsets, shape, file, start))
     for (part, own), chunks in listed.items():
         entry = parts[part][own]
-        check_cover(folder, entry, chunks)
+        check_cover(str(folder), entry, chunks)
         parts[part][own] = Entry(own, entry.kind, chunks[0].file if chunks else "", 0, tuple(chunks))
     return Manifest(None, parts, sizes)
 
@@ -181,28 +177,6 @@ def _kind(folder: Path, name: str, described: Any) -> Kind:
         raise InvalidCheckpointError(f"{folder}: {name!r} has dtype {dtype}, which safetensors lacks")
     assert TORCH_NAMES[dtype] in DTYPES
     return Kind(TORCH_NAMES[dtype], tuple(int(size) for size in described.size))
-
-
-def check_cover(folder: Path, entry: Entry, chunks: list[Chunk]) -> None:
-    """Check that the chunks are the tensor, each element once."""
-    shape, text = entry.kind.shape, f"{folder}: tensor {entry.name!r} of shape {list(entry.kind.shape)}"
-    for chunk in chunks:
-        ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if len(ends) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
-            raise InvalidCheckpointError(f"{text} has a chunk of {list(chunk.sizes)} at {list(chunk.offsets)}")
-    if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
-        raise InvalidCheckpointError(f"{text} has chunks of {sum(prod(each.sizes) for each in chunks):,} elements")
-    if len(chunks) > 1:
-        chunks = sorted(chunks, key=lambda chunk: chunk.offsets)
-        low = np.array([chunk.offsets for chunk in chunks])
-        high = low + np.array([chunk.sizes for chunk in chunks])
-        for one in range(len(chunks) - 1):
-            # Sorted by the first dim, so those that begin behind this chunk's end there, and all after them, are apart.
-            stop = max(one + 1, int(np.searchsorted(low[:, 0], high[one, 0])))
-            both = (np.maximum(low[one], low[one + 1 : stop]) < np.minimum(high[one], high[one + 1 : stop])).all(1)
-            if both.any():
-                other = one + 1 + int(both.argmax())
-                raise InvalidCheckpointError(f"{text} has chunks that overlap: {chunks[one]} and {chunks[other]}")
 
 
 def _with_lists(value: Any) -> Any:

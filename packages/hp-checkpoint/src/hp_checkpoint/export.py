@@ -96,7 +96,7 @@ def opened_model(source: Path) -> tuple[Manifest, Path]:
     if MODEL not in manifest.parts:
         raise ValueError(f"{source} has no tensors under 'model', but the parts {', '.join(manifest.parts) or 'none'}")
     if any(file.rows for file in manifest.files.values()):
-        used = {entry.file for entry in manifest.parts[MODEL].values()} | {*_TEXTS}
+        used = {file for entry in manifest.parts[MODEL].values() for file in entry.files} | {*_TEXTS}
         files = {name: file for name, file in manifest.files.items() if name in used}
         verify_files(Manifest(None, manifest.parts, files, {}, manifest.block_bytes), folder)
     return manifest, folder

@@ -24,7 +24,7 @@ class FileSystemWriter:
     Attributes:
         path: the folder.
         overwrite: replace a checkpoint there once the new one is complete. Default True; with False it is refused.
-        max_shard_size: of a file, as "5GB", unless one tensor has more.
+        max_shard_size: of a file that ranks share, as "5GB", unless one tensor has more.
     """
 
     path: str | os.PathLike[str]
@@ -68,7 +68,7 @@ class HuggingFaceStorageReader:
         if not has_safetensors(folder) or "model" not in manifest.parts:
             raise InvalidCheckpointError(f"{folder} has no model in safetensors; read it by FileSystemReader")
         parts = {"model": manifest.parts["model"]}
-        used = {entry.file for entry in parts["model"].values()}
+        used = {file for entry in parts["model"].values() for file in entry.files}
         files = {name: file for name, file in manifest.files.items() if name in used}
         return Manifest(None, parts, files, {"model": manifest.aliases.get("model", {})}, manifest.block_bytes)
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from hp_checkpoint.errors import InvalidCheckpointError
 
 __all__ = [
@@ -23,10 +25,12 @@ __all__ = [
     "Entry",
     "File",
     "Kind",
+    "check_cover",
     "check_file_name",
     "check_overlaps",
     "index_of",
     "lay_out",
+    "packed_file",
     "read_header",
     "strict_json",
     "whole",
@@ -96,12 +100,18 @@ class Chunk:
     offset: int
     strides: tuple[int, ...]
 
+    @staticmethod
+    def dense(offsets: tuple[int, ...], sizes: tuple[int, ...], file: str, offset: int) -> Chunk:
+        """Return a chunk whose elements are side by side in the file, row-major."""
+        strides = tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+        return Chunk(offsets, sizes, file, offset, strides)
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor of a checkpoint: its name, kind, file, and the offset in bytes of its first element in the file.
 
-    Of a tensor that is stored in chunks file and offset say nothing.
+    Of a tensor that is stored in chunks file and offset say nothing. One without elements may have neither.
     """
 
     name: str
@@ -109,6 +119,11 @@ class Entry:
     file: str
     offset: int
     chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def files(self) -> frozenset[str]:
+        """The files that have the tensor."""
+        return frozenset(chunk.file for chunk in self.chunks) or frozenset({self.file} - {""})
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +161,10 @@ def lay_out(part: str, tensors: Mapping[str, Kind], *, limit: int = LIMIT) -> tu
         groups[-1].append(name)
         filled += tensors[name].nbytes
     if len(groups) == 1:
-        return (_file(f"{part}.safetensors", groups[0], tensors),)
+        return (packed_file(f"{part}.safetensors", groups[0], tensors),)
     count = len(groups)
     return tuple(
-        _file(f"{part}-{number:05d}-of-{count:05d}.safetensors", names, tensors)
+        packed_file(f"{part}-{number:05d}-of-{count:05d}.safetensors", names, tensors)
         for number, names in enumerate(groups, 1)
     )
 
@@ -285,7 +300,46 @@ def check_overlaps(file: str, entries: Sequence[Entry]) -> None:
             end, before = entry.offset + entry.kind.nbytes, entry.name
 
 
-def _file(file: str, names: Sequence[str], tensors: Mapping[str, Kind]) -> File:
+def check_cover(where: str, entry: Entry, chunks: Sequence[Chunk]) -> None:
+    """Check that the chunks are the tensor, each element once.
+
+    Raises:
+        InvalidCheckpointError: they overlap, leave elements out, or reach beyond the tensor.
+    """
+    shape, text = entry.kind.shape, f"{where}: tensor {entry.name!r} of shape {list(entry.kind.shape)}"
+    for chunk in chunks:
+        ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if len(ends) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
+            raise InvalidCheckpointError(f"{text} has a chunk of {list(chunk.sizes)} at {list(chunk.offsets)}")
+    if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
+        raise InvalidCheckpointError(f"{text} has chunks of {sum(prod(each.sizes) for each in chunks):,} elements")
+    chunks = [chunk for chunk in chunks if prod(chunk.sizes)]
+    if len(chunks) > 1:
+        low = np.array([chunk.offsets for chunk in chunks])
+        along = max(range(len(shape)), key=lambda dim: len(np.unique(low[:, dim])))
+        order = np.argsort(low[:, along], kind="stable")
+        low, chunks = low[order], [chunks[at] for at in order.tolist()]
+        high = low + np.array([chunk.sizes for chunk in chunks])
+        for one in range(len(chunks) - 1):
+            # Sorted along a dim, so those that begin behind this chunk's end there, and all after them, are apart.
+            stop = max(one + 1, int(np.searchsorted(low[:, along], high[one, along])))
+            both = (np.maximum(low[one], low[one + 1 : stop]) < np.minimum(high[one], high[one + 1 : stop])).all(1)
+            if both.any():
+                other = one + 1 + int(both.argmax())
+                raise InvalidCheckpointError(f"{text} has chunks that overlap: {chunks[one]} and {chunks[other]}")
+
+
+def packed_file(file: str, names: Sequence[str], tensors: Mapping[str, Kind]) -> File:
+    """Lay tensors out in one file, those with the largest elements first.
+
+    Args:
+        file: its name.
+        names: of its tensors.
+        tensors: their kinds by name.
+
+    Raises:
+        ValueError: a header longer than the readers of safetensors take.
+    """
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}  # what transformers asks for
     order = sorted(names, key=lambda name: (-tensors[name].itemsize, name))
     offset, offsets = 0, {}

@@ -148,7 +148,8 @@ class LastWords:
                 return f"{len(missing)} of {len(self._expected)} tensors were there alone, as {names}"
             target = self._checkpoints.path(step)
             texts, library = self._texts, versions()
-            save_state(states[0], target, ranks, step=step, texts=texts, versions=library)
+            layout = self._checkpoints.layout
+            save_state(states[0], target, ranks, step=step, texts=texts, versions=library, layout=layout)
             ranks.first(lambda: self._verified(target, step), "last words")
         except (CheckpointError, ValueError, TypeError, OSError) as error:
             return str(error)

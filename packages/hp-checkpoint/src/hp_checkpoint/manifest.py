@@ -21,13 +21,23 @@ import numpy as np
 import xxhash
 
 from hp_checkpoint.errors import InvalidCheckpointError
-from hp_checkpoint.files import DTYPES, Entry, Kind, check_file_name, check_overlaps, strict_json, whole
+from hp_checkpoint.files import (
+    DTYPES,
+    Chunk,
+    Entry,
+    Kind,
+    check_cover,
+    check_file_name,
+    check_overlaps,
+    strict_json,
+    whole,
+)
 from hp_checkpoint.pieces import gather
 
 __all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "as_json", "checksum", "sealed"]
 
 MANIFEST = "manifest.json"
-VERSION = 1
+VERSION = 2  # the first with tensors in chunks; a manifest without them is of version 1
 BLOCK = 8 << 20
 _LARGEST_BLOCK = 1 << 30  # a reader has memory for one
 _SMALL = 64 << 10  # checksums of fewer bytes are joined to units
@@ -105,8 +115,9 @@ class Manifest:
 
     def tree(self) -> dict[str, Any]:
         """Return the content as JSON values, without the hash."""
+        chunked = any(not entry.file for inner in self.parts.values() for entry in inner.values())
         return {
-            "version": VERSION,
+            "version": VERSION if chunked else 1,
             "step": self.step,
             "metric": as_json(self.metric),
             "block_bytes": self.block_bytes,
@@ -212,7 +223,10 @@ def _version_of(content: bytes) -> int | None:
 
 
 def _packed(entry: Entry) -> list[Any]:
-    return [entry.kind.dtype, list(entry.kind.shape), entry.file, entry.offset]
+    kind: list[Any] = [entry.kind.dtype, list(entry.kind.shape)]
+    if entry.file:
+        return [*kind, entry.file, entry.offset]
+    return [*kind, [[each.file, each.offset, list(each.offsets), list(each.sizes)] for each in entry.chunks]]
 
 
 def _parsed(tree: dict[str, Any], where: str) -> Manifest:
@@ -229,17 +243,34 @@ def _parsed(tree: dict[str, Any], where: str) -> Manifest:
     by_file: dict[str, list[Entry]] = {}
     for part, inner in tree["parts"].items():
         parts[part] = {}
-        for name, (dtype, shape, file, offset) in inner.items():
-            end = whole(offset) + prod(map(whole, shape)) * DTYPES.get(dtype, 0)
-            if dtype not in DTYPES or file not in files or end > files[file].size:
-                raise InvalidCheckpointError(
-                    f"{where}: tensor {name!r}, {dtype} of shape {shape} at {offset} of {file!r}, is in no file of it"
-                )
-            parts[part][name] = Entry(name, Kind(dtype, tuple(shape)), file, offset)
-            by_file.setdefault(file, []).append(parts[part][name])
+        for name, (dtype, shape, *place) in inner.items():
+            chunked = len(place) == 1
+            ranges = [(file, at, tuple(box)) for file, at, _, box in place[0]] if chunked else [(*place, tuple(shape))]
+            for file, offset, sizes in ranges:
+                end = whole(offset) + prod(map(whole, sizes)) * DTYPES.get(dtype, 0)
+                if dtype not in DTYPES or file not in files or end > files[file].size:
+                    raise InvalidCheckpointError(
+                        f"{where}: tensor {name!r}, {dtype} of shape {list(sizes)} at {offset} of {file!r}, is in no"
+                        " file of it"
+                    )
+                by_file.setdefault(file, []).append(Entry(name, Kind(dtype, sizes), file, offset))
+            kind = Kind(dtype, tuple(map(whole, shape)))
+            parts[part][name] = _in_chunks(name, kind, place[0], where) if chunked else Entry(name, kind, *place)
     for file, entries in by_file.items():
         check_overlaps(f"{where}: {file}", entries)
     return Manifest(tree["step"], parts, files, tree["aliases"], block_bytes, tree["versions"], _metric(tree))
+
+
+def _in_chunks(name: str, kind: Kind, boxes: Sequence[Sequence[Any]], where: str) -> Entry:
+    """Return a tensor that is stored in chunks, after a check that they are all of it."""
+    if kind.dtype not in DTYPES:
+        raise InvalidCheckpointError(f"{where}: tensor {name!r} has dtype {kind.dtype!r}, which is not known")
+    chunks = tuple(
+        Chunk.dense(tuple(map(whole, start)), tuple(sizes), file, offset) for file, offset, start, sizes in boxes
+    )
+    entry = Entry(name, kind, "", 0, chunks)
+    check_cover(where, entry, chunks)
+    return entry
 
 
 def _metric(tree: Mapping[str, Any]) -> float | None:

@@ -14,7 +14,7 @@ from hp_checkpoint.files import Chunk
 from hp_dtensor import Placement
 from hp_dtensor.extend import Box, boxes, local_shape
 
-__all__ = ["Piece", "chunk_pieces", "clip", "gather", "move", "pieces", "runs", "scale"]
+__all__ = ["Piece", "box_pieces", "chunk_pieces", "clip", "gather", "move", "pieces", "runs", "scale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,32 @@ def chunk_pieces(
             within = tuple(start - offset for start, offset in zip(low, chunk.offsets, strict=True))
             found += _of_box(Box(within, sizes, box.ragged, at), chunk.strides, local)
     return tuple(found)
+
+
+def box_pieces(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[Piece, ...]], ...]:
+    """Return the boxes of a tensor on a rank: start, sizes, and pieces whose ``first`` counts the box's own elements.
+
+    Example:
+        >>> box_pieces((3, 4), (Shard(1),), (2,), (1,))
+        (((0, 2), (3, 2), (Piece(first=0, length=6, count=1, stride=0, local=0, local_stride=0),)),)
+
+    Args:
+        shape: the global shape.
+        placements: as those of `pieces`.
+        mesh_shape: likewise.
+        coordinate: likewise.
+    """
+    if not prod(shape):
+        return ()
+    local = local_shape(shape, placements, mesh_shape, coordinate)
+    return tuple(
+        (box.offsets, box.sizes, tuple(_of_box(Box((0,) * len(shape), box.sizes, box.ragged, box.at), strides, local)))
+        for box in boxes(shape, placements, mesh_shape, coordinate)
+        if prod(box.sizes)
+        for strides in [_row_major(box.sizes)]
+    )
 
 
 def clip(piece: Piece, start: int, stop: int) -> tuple[Piece, ...]:

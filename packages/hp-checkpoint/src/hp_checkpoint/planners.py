@@ -15,8 +15,7 @@ class StandardSavePlanner:
     """What each rank writes: of what several ranks have, one rank writes a part.
 
     Attributes:
-        remove_redundancy: write what several ranks have once. Always True: the ranks write shared files, in which each
-            element has one place.
+        remove_redundancy: write what several ranks have once. Always True: in a checkpoint each element has one place.
 
     Raises:
         ValueError: it is False.

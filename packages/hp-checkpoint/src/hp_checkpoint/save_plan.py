@@ -54,6 +54,7 @@ def plan_save(
     *,
     metric: float | None = None,
     limit: int = LIMIT,
+    layout: str = "files",
 ) -> SavePlan:
     """Plan a save; all ranks call it together and get the same plan.
 
@@ -66,6 +67,7 @@ def plan_save(
         ranks: who saves.
         metric: of the model; the same on all ranks.
         limit: bytes of a file, unless one tensor alone has more; the same on all ranks.
+        layout: of the files; the same on all ranks.
 
     Raises:
         CheckpointError: ranks disagree, or one has a tensor that can't be saved.
@@ -86,13 +88,14 @@ def plan_save(
         aliases = [[*one, *other] for one, other in state.aliases.items()]
         return json.dumps({"tensors": tensors, "aliases": aliases}, ensure_ascii=False).encode()
 
-    what = {"target": target, "step": step, "metric": as_json(metric), "limit": limit, "tree": state.tree}
+    same = {"target": target, "step": step, "metric": as_json(metric), "limit": limit, "layout": layout}
+    what = {**same, "tree": state.tree}
     everyones = ranks.agree(lambda: json.dumps(what, ensure_ascii=False).encode(), "save")
     described = ranks.agree(describe, "save")
     of_meshes = ranks.agree(lambda: json.dumps(meshes).encode(), "save")
     # What follows is the same on all ranks, errors as well. A rank that is lost says nothing.
     trees = {text: json.loads(text) for text in dict.fromkeys(everyones) if text}
-    for key in ("target", "step", "metric", "limit"):
+    for key in same:
         if len({json.dumps(tree[key]) for tree in trees.values()}) > 1:
             values = [f"rank {rank}: {trees[text][key]!r}" for rank, text in enumerate(everyones) if text]
             raise ValueError(f"save: the ranks save different {key}s: {', '.join(values[:8])}; all save one checkpoint")

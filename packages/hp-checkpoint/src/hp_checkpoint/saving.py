@@ -1,9 +1,9 @@
-"""Saving: every rank writes its pieces into the shared files, then rank 0 commits."""
+"""Saving: every rank writes its pieces into the files, then rank 0 commits."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from hp_checkpoint.arrangements import Layout, Output, in_files, in_shards
 from hp_checkpoint.files import LIMIT, index_of
 from hp_checkpoint.manifest import BLOCK, MANIFEST, FileSums, Manifest, checksum, sealed
-from hp_checkpoint.pieces import Piece, clip, gather, scale
+from hp_checkpoint.pieces import Piece, clip, gather
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.save_plan import SavePlan, plan_save
 from hp_checkpoint.state import State
@@ -31,22 +32,12 @@ from hp_checkpoint.storage import (
     write_at,
     write_small,
 )
-from hp_checkpoint.tensors import local_pieces, read_bytes
 
-__all__ = ["STATE", "Output", "Prepared", "finish", "prepare_save", "save_state", "write_outputs"]
+__all__ = ["STATE", "Prepared", "finish", "prepare_save", "save_state", "write_outputs"]
 
 STATE = "state.json"
 _CHUNK = 1 << 20
 _COLUMNS = 6  # number of the file, first, length, count, stride, checksum
-
-
-@dataclass(frozen=True)
-class Output:
-    """Bytes that this rank writes into a file: where their source is, and its pieces in bytes of the file."""
-
-    file: str
-    source: Callable[[], np.ndarray]
-    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class Prepared:
     Attributes:
         outputs: of this rank.
         names: of all files.
-        tree: the manifest without checksums, see `manifest.sealed`.
+        tree: the manifest without checksums, see `manifest.sealed`; of use on the leader.
         target: the checkpoint's folder.
         part: the folder until the commit.
         block_bytes: bytes of a checksum's block.
@@ -82,6 +73,7 @@ def save_state(
     block_bytes: int = BLOCK,
     limit: int = LIMIT,
     overwrite: bool = True,
+    layout: Layout = "files",
 ) -> Manifest:
     """Write a checkpoint; all ranks call it together. See Note [Commit] in `storage`.
 
@@ -94,14 +86,15 @@ def save_state(
         texts: further files' contents by name, as config.json; rank 0's are written.
         versions: of the libraries, for the manifest.
         block_bytes: bytes of a checksum's block.
-        limit: bytes of a file, unless one tensor alone has more.
+        limit: bytes of a shared file, unless one tensor alone has more.
         overwrite: replace a checkpoint that is there. Default True.
+        layout: of the files, see Note [Layouts of files] in `arrangements`. Default "files".
 
     Raises:
         CheckpointError: it failed on some rank, on all ranks; nothing is left of it.
     """
     options: Any = {"metric": metric, "block_bytes": block_bytes, "limit": limit, "overwrite": overwrite}
-    own = prepare_save(state, target, ranks, step=step, texts=texts, versions=versions, **options)
+    own = prepare_save(state, target, ranks, step=step, texts=texts, versions=versions, layout=layout, **options)
     rows: list[bytes] = []
 
     def write() -> bytes:
@@ -127,22 +120,23 @@ def prepare_save(
     block_bytes: int = BLOCK,
     limit: int = LIMIT,
     overwrite: bool = True,
+    layout: Layout = "files",
 ) -> Prepared:
     """Plan a save and create its folder; the arguments are those of `save_state`."""
-    plan = plan_save(state, str(target), step, ranks, metric=metric, limit=limit)
-    small = {**_own_texts(plan), **(texts or {})}
-    total = sum(file.size for files in plan.files.values() for file in files)
-    nonce = ranks.first(lambda: _prepare(target, total, overwrite), "save").decode()
-    sizes = {file.name: file.size for files in plan.files.values() for file in files}
-    sizes |= {name: len(content) for name, content in small.items()}
-    parts = {part: {e.name: e for file in files for e in file.entries} for part, files in plan.files.items()}
+    plan = plan_save(state, str(target), step, ranks, metric=metric, limit=limit, layout=layout)
+    arranged = (in_shards if layout == "shards" else in_files)(plan, state, ranks)
+    small = {**_own_texts(plan, layout), **(texts or {})}
+    nonce = ranks.first(lambda: _prepare(target, arranged.needed, overwrite), "save").decode()
     aliases: dict[str, dict[str, str]] = {}
     for (part, name), (_, first) in plan.aliases.items():
         aliases.setdefault(part, {})[name] = first
+    sizes = {**arranged.sizes, **{name: len(content) for name, content in small.items()}}
     files = {name: FileSums(size, ()) for name, size in sizes.items()}
-    tree = Manifest(step, parts, files, aliases, block_bytes, dict(versions or {}), metric).tree()
-    own = tuple(outputs(plan, state, small, ranks.rank, leads=ranks.rank == ranks.leader))
-    return Prepared(own, tuple(sizes), tree, target, part_folder(target, nonce), block_bytes)
+    tree = Manifest(step, arranged.parts, files, aliases, block_bytes, dict(versions or {}), metric).tree()
+    leads = ranks.rank == ranks.leader
+    beside = [_small(name, content) for name, content in small.items()] if leads else []
+    own, names = (*arranged.outputs, *beside), (*arranged.names, *small)
+    return Prepared(own, names, tree, target, part_folder(target, nonce), block_bytes)
 
 
 def finish(part: Path, target: Path, tree: dict[str, Any], names: Sequence[str], rows: Iterable[bytes]) -> bytes:
@@ -172,21 +166,6 @@ def finish(part: Path, target: Path, tree: dict[str, Any], names: Sequence[str],
     write_small(part / MANIFEST, content)
     commit(part, target)
     return content
-
-
-def outputs(plan: SavePlan, state: State, small: Mapping[str, bytes], rank: int, *, leads: bool) -> Iterator[Output]:
-    """List what a rank writes, file by file; the one that leads writes headers and small files as well."""
-    for part, files in plan.files.items():
-        for file in files:
-            if leads:
-                yield Output(file.name, lambda header=file.header: _array(header), (Piece(0, len(file.header)),))
-            for entry in file.entries:
-                value = state.tensors.get((part, entry.name))
-                if value is not None and rank in plan.writers[part, entry.name]:
-                    own = tuple(scale(piece, entry.kind.itemsize, entry.offset) for piece in local_pieces(value))
-                    yield Output(file.name, lambda value=value: read_bytes(value), own)
-    for name, content in small.items() if leads else ():
-        yield Output(name, lambda content=content: _array(content), (Piece(0, len(content)),))
 
 
 def write_outputs(folder: Path, listed: Iterable[Output], names: Sequence[str], block_bytes: int) -> np.ndarray:
@@ -240,10 +219,10 @@ def _write(descriptor: int, piece: Piece, data: np.ndarray, path: Path) -> int:
     return hasher.intdigest()
 
 
-def _own_texts(plan: SavePlan) -> dict[str, bytes]:
+def _own_texts(plan: SavePlan, layout: Layout) -> dict[str, bytes]:
     texts = {STATE: json.dumps(plan.tree, ensure_ascii=False).encode()}
     for part, files in plan.files.items():
-        if len(files) > 1:
+        if len(files) > 1 and layout == "files":
             texts[f"{part}.safetensors.index.json"] = json.dumps(index_of(files), indent=2).encode()
     return texts
 
@@ -268,5 +247,5 @@ def _prepare(target: Path, needed: int, overwrite: bool) -> bytes:
     return nonce.encode()
 
 
-def _array(content: bytes) -> np.ndarray:
-    return np.frombuffer(content, np.uint8)
+def _small(name: str, content: bytes) -> Output:
+    return Output(name, lambda: np.frombuffer(content, np.uint8), (Piece(0, len(content)),))

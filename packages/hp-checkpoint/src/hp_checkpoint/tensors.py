@@ -9,7 +9,7 @@ import numpy as np
 
 from hp_checkpoint.conversions import casts_to, converted
 from hp_checkpoint.files import Entry, Kind
-from hp_checkpoint.pieces import Piece, chunk_pieces, pieces, scale
+from hp_checkpoint.pieces import Piece, box_pieces, chunk_pieces, pieces, scale
 from hp_checkpoint.port import port
 from hp_checkpoint.writers import Holding
 from hp_dtensor.extend import TensorSpec
@@ -20,6 +20,7 @@ __all__ = [
     "holding_of",
     "is_tensor",
     "kind_of",
+    "local_boxes",
     "local_pieces",
     "read_bytes",
     "stored_pieces",
@@ -143,6 +144,12 @@ def local_pieces(value: Any) -> tuple[Piece, ...]:
     """Return the pieces of a tensor on this rank, in elements."""
     layout = _layout(value)
     return () if layout is None else pieces(*layout)
+
+
+def local_boxes(value: Any) -> tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[Piece, ...]], ...]:
+    """Return the boxes of a tensor on this rank: start, sizes, and pieces in elements of the box."""
+    layout = _layout(value)
+    return () if layout is None else box_pieces(*layout)
 
 
 def stored_pieces(entry: Entry, value: Any) -> Iterator[tuple[str, Piece]]:

@@ -33,7 +33,7 @@ class Difference:
 
 
 def summary(folder: Path) -> dict[str, object]:
-    """Describe a checkpoint: step, metric, parts with their tensors and bytes, files, versions."""
+    """Describe a checkpoint: step, metric, layout, parts with their tensors and bytes, files, versions."""
     manifest = open_checkpoint(folder)
     parts = {
         part: {
@@ -46,6 +46,7 @@ def summary(folder: Path) -> dict[str, object]:
     return {
         "step": manifest.step,
         "metric": as_json(manifest.metric),
+        "layout": "shards" if any(e.chunks for inner in manifest.parts.values() for e in inner.values()) else "files",
         "parts": parts,
         "files": files,
         "versions": dict(manifest.versions),

@@ -21,11 +21,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hp_checkpoint.arrangements import Output
 from hp_checkpoint.messages import failed_file, failures, receive, send
 from hp_checkpoint.pieces import Piece
 from hp_checkpoint.ranks import describe
 from hp_checkpoint.retention import Keep, prune
-from hp_checkpoint.saving import Output, finish, write_outputs
+from hp_checkpoint.saving import finish, write_outputs
 from hp_checkpoint.snapshot import Arena
 from hp_checkpoint.storage import in_progress, read_small, write_small
 

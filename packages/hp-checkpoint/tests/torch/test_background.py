@@ -41,11 +41,12 @@ def writer_of(checkpoints):
 
 
 @on_ranks(1, 2)
-def test_it_writes_the_state_at_the_call(tmp_path):
+@pytest.mark.parametrize("layout", ["files", "shards"])
+def test_it_writes_the_state_at_the_call(tmp_path, layout):
     model, optimizer = training()
-    with Checkpointer(tmp_path / "front", background=False) as front:
+    with Checkpointer(tmp_path / "front", background=False, layout=layout) as front:
         front.save(1, model, optimizer, extra={"a": 1})
-    with Checkpointer(tmp_path / "back", keep=Keep(last=1)) as back:
+    with Checkpointer(tmp_path / "back", keep=Keep(last=1), layout=layout) as back:
         pending = back.save(1, model, optimizer, extra={"a": 1})
         with torch.no_grad():
             for parameter in model.parameters():

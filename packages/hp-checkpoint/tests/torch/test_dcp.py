@@ -15,8 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hp_checkpoint import InvalidCheckpointError, load, load_model
-from hp_checkpoint.dcp import check_cover
-from hp_checkpoint.files import Chunk, Entry, Kind
+from hp_checkpoint.files import Chunk, Entry, Kind, check_cover
 from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks
@@ -154,4 +153,4 @@ def test_chunks_have_to_be_the_tensor(tmp_path, boxes, fault):
     entry = Entry("w", Kind("F32", (4, 3)), "", 0)
     chunks = [Chunk(offsets, sizes, "file", 0, (sizes[1], 1)) for offsets, sizes in boxes]
     with pytest.raises(InvalidCheckpointError, match=fault) if fault else contextlib.nullcontext():
-        check_cover(tmp_path, entry, chunks)
+        check_cover(str(tmp_path), entry, chunks)

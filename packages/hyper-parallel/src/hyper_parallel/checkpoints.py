@@ -32,7 +32,10 @@ def inspect(folder: Folder, json_lines: Json = False) -> None:
         return
     step = "" if content["step"] is None else f"step {content['step']}, "
     metric = "" if content["metric"] is None else f"metric {content['metric']}, "
-    typer.echo(f"{folder}: {step}{metric}{sum(content['files'].values()):,} bytes")
+    files = content["files"]
+    typer.echo(
+        f"{folder}: {step}{metric}{sum(files.values()):,} bytes in {len(files)} files, layout {content['layout']}"
+    )
     for part, described in content["parts"].items():
         typer.echo(f"{part}: {len(described['tensors']):,} tensors, {described['bytes']:,} bytes")
         for name, (dtype, *shape) in described["tensors"].items():
