@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import sys
 from itertools import product
 from pathlib import Path
@@ -18,7 +20,7 @@ from hp_dtensor.extend import boxes
 from hp_fsdp import fully_shard, get_optimizer_state_dict, set_optimizer_state_dict
 from hp_optim import AdamW, AdamW8bit
 from hp_optim.eight_bit import leaves_blocks_whole
-from hp_optim.torch.coded import decoded_mean, decoded_square, dithers, encoded_mean, encoded_square, nearest
+from hp_optim.torch.coded import _compiled, decoded_mean, decoded_square, dithers, encoded_mean, encoded_square, nearest
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -208,13 +210,21 @@ def test_other_dtypes_and_sizes_that_are_no_multiples(dtype: torch.dtype):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler's imports
-def test_compiled_and_not():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_compiled_and_not(monkeypatch: pytest.MonkeyPatch, backend: str):
+    """One graph of any number of blocks; inductor makes code of it, in half a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr("hp_optim.torch.coded._compiled", functools.cache(_compiled.__wrapped__))
+    torch._dynamo.reset()
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    counters.clear()
     weights = [nn.Parameter(torch.linspace(-1, 1, 5000)) for _ in range(2)]
     optimizers = [AdamW8bit([each], compiled=compiled) for each, compiled in zip(weights, (True, False))]
     for step in range(2):
         for weight, optimizer in zip(weights, optimizers):
             weight.grad = torch.sin(torch.arange(5000) + step)
             optimizer.step()
+    assert counters["stats"]["unique_graphs"] > 0
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-4)
 
 

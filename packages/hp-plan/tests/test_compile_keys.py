@@ -51,7 +51,7 @@ def step(plan):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"mesh": {"dp_shard": 2}},
+        pytest.param({"mesh": {"dp_shard": 2}}, marks=pytest.mark.thorough),
         {"mesh": {"dp_shard": 2}, "memory": {"recompute": BLOCKS}, "run": {"dtype": "float64", "accumulate": 2}},
         pytest.param({"mesh": {"pp": 2}}, marks=pytest.mark.thorough),
         {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}},

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch'
 
 FAMILIES = ("Llama", "Qwen3", "Mistral")
 SOME = ("Llama", "Qwen3", pytest.param("Mistral", marks=pytest.mark.thorough))
+OTHERS = tuple(pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES[1:])
 TOLERANCE = 1e-10
 
 
@@ -48,11 +49,18 @@ def check(plan: ParallelPlan) -> None:
     assert result.passed, f"{result.first} differs: {result.largest:.1e}"
 
 
-@on_ranks(2, 3, thorough=(1,))
+@on_ranks(3, thorough=(1, 2))
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_tensor_parallel(family, attention, ranks):
-    check(small_plan(family, {"tp": ranks}, attention=attention))
+def test_tensor_parallel(family, ranks):
+    check(small_plan(family, {"tp": ranks}))
+
+
+@on_ranks(2, thorough=(3,))
+@pytest.mark.parametrize(
+    "family", ["Llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in FAMILIES[1:])]
+)
+def test_tensor_parallel_with_eager_attention(family, ranks):
+    check(small_plan(family, {"tp": ranks}, attention="eager"))
 
 
 @on_ranks(3, thorough=(2, 4))
@@ -61,7 +69,7 @@ def test_tensor_and_sequence_parallel(family, ranks):
     check(small_plan(family, {"tp": ranks}, styles="auto-sequence"))
 
 
-@on_ranks(2, 3, thorough=(1,))
+@on_ranks(3, thorough=(1, 2))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fully_sharded(family, ranks):
     check(small_plan(family, {"dp_shard": ranks}, attention="eager"))
@@ -74,12 +82,13 @@ def test_fully_sharded_and_tensor_parallel(family, styles):
     check(small_plan(family, {"dp_shard": 2, "tp": 2}, styles=styles))
 
 
-@on_ranks(2, 4)
+@on_ranks(4, thorough=(2,))
 @pytest.mark.parametrize("family", SOME)
 def test_replicated_and_fully_sharded(family, ranks):
     check(small_plan(family, {"dp_replicate": 2, "dp_shard": ranks // 2}))
 
 
+@pytest.mark.thorough  # test_pipelined.py has three axes, too, and each two of these are above
 @on_ranks(8)
 def test_three_axes():
     check(small_plan("Qwen3", {"dp_replicate": 2, "dp_shard": 2, "tp": 2}))

@@ -15,6 +15,7 @@ from hp_testing import on_ranks
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 
 TOLERANCE = 1e-10
+OTHERS = ("interleaved", "zb2p", "dualpipev")
 BLOCKS = {f"model.layers.{index}.mlp.down_proj" for index in range(2)}
 
 
@@ -42,7 +43,11 @@ def check(plan: ParallelPlan, modules=BLOCKS | {"model.embed_tokens", "lm_head"}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb2p", "zbv", "dualpipev", "hanayo", "auto"])
+@pytest.mark.parametrize(
+    "schedule",
+    # hp-pipeline compares every schedule with one process.
+    ["1f1b", "zbv", "hanayo", "auto", *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)],
+)
 def test_schedules(schedule):
     layers = {"1f1b": 2, "zb2p": 2, "hanayo": 8}.get(schedule, 4)
     check(small_plan({"pp": 2}, {"schedule": schedule}, layers=layers))
@@ -54,7 +59,7 @@ def test_stages_of_the_plans_own_sizes():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate", "tp"])
+@pytest.mark.parametrize("axis", ["dp_shard", "tp", pytest.param("dp_replicate", marks=pytest.mark.thorough)])
 def test_tied_weights_on_two_axes(axis):
     check(small_plan({"pp": 2, axis: 2}, {"micro_batches": 2}, tie_word_embeddings=True))
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from command_process import CommandProcess, program
 
@@ -124,6 +125,24 @@ def fill(folder: Path) -> Path:
     (folder / "text").write_bytes(b"to be or not to be, " * 20)
     write_plan(folder, "run")
     return folder
+
+
+def join_as_of_torchrun(connection: Any, rank: int, folder: Path, port: int, environment: dict[str, str]) -> None:
+    """Run the command in this process with the environment that torchrun gives to one of two ranks."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update(environment, HYPER_PARALLEL_DEVICE="cpu", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update({name: str(value) for name, value in place.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+    os.chdir(folder)
+    for number, name in ((1, f"out{rank}"), (2, f"err{rank}")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+    from hyper_parallel import cli
+
+    try:
+        status = cli.main(["train", "run.toml", "--data", "text", "--out", "run", "--json"])
+    except SystemExit as ended:
+        status = ended.code
+    sys.stdout.flush()
+    connection.send(status or 0)
 
 
 STARTED: list[subprocess.Popen[str]] = []

@@ -1,7 +1,7 @@
 """The command with ranks: they start, they train, and none outlives the others.
 
-They share one launcher, whose libraries are loaded once: a process that runs the command again and again. Those of
-torchrun start their own.
+They share one launcher, whose libraries are loaded once: a process that runs the command again and again. Those that
+join torchrun's ranks have their own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from hp_testing.processes import rank_processes
+
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from launched_commands import (
     ENDLESS,
@@ -28,6 +30,7 @@ from launched_commands import (
     alive,
     end,
     fill,
+    join_as_of_torchrun,
     start,
     wait_until,
     write_plan,
@@ -111,6 +114,19 @@ def test_stages_are_trained_into_one_checkpoint(launcher):
     assert "Traceback" not in err  # ranks' errors that tell what to do are shown by themselves
 
 
+def test_training_joins_ranks_that_are_there(folder):
+    """As in torchrun's processes: they have its environment, and the store is another process's."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with rank_processes(join_as_of_torchrun, 2, folder, store.port) as (_, connections):
+        assert all(connection.poll(LIMIT) for connection in connections)
+        assert [connection.recv() for connection in connections] == [0, 0], (folder / "err0").read_text()
+    assert [json.loads(line).get("step") for line in (folder / "out0").read_text().splitlines()] == [1, 2, 3, 4, None]
+    assert (folder / "out1").read_text() == ""
+
+
+@pytest.mark.thorough
 def test_training_joins_torchrun(folder):
     process = start(folder, *TORCHRUN, "train", "run.toml", "--data", "text", "--out", "run", "--json")
     out, err = process.communicate(timeout=LIMIT)

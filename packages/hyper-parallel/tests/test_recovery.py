@@ -1,4 +1,4 @@
-"""A run that is stopped and goes on elsewhere; `nox -s recovery` does it for ten minutes."""
+"""A launched run that is killed and goes on elsewhere; `nox -s recovery` does it for ten minutes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from resume_matrix import Case, Samples, losses_of, plan_of, write_data
 
 pytestmark = [
     pytest.mark.framework("torch"),
+    pytest.mark.thorough,  # test_resuming.py has the same without launched processes
     pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it"),
 ]
 

@@ -52,9 +52,13 @@ def alone(tmp_path_factory):
     return folder
 
 
-LAYOUTS = [{"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}]
-REPLICAS, SHARDS = {"dp_replicate": 2, "tp": 2}, {"dp_shard": 4}
-THOROUGH = [pytest.param(mesh, marks=pytest.mark.thorough) for mesh in (REPLICAS, SHARDS)]
+LAYOUTS = [{"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}]
+OTHERS = [{"pp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_shard": 4}]
+THOROUGH = [pytest.param(mesh, marks=pytest.mark.thorough) for mesh in OTHERS]
+SPARSE_LAYOUTS = [
+    {"dp_shard": 2, "tp": 2, "ep": 4},
+    pytest.param({"pp": 2, "dp_shard": 2, "ep": 2}, marks=pytest.mark.thorough),
+]
 
 
 @pytest.mark.parametrize("mesh", [*LAYOUTS, *THOROUGH], ids=str)
@@ -63,7 +67,7 @@ def test_every_layout_trains_on_the_same_text_to_the_same_loss(tmp_path, alone, 
     compare_runs(tmp_path, alone)
 
 
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2, "ep": 4}, {"pp": 2, "dp_shard": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("mesh", SPARSE_LAYOUTS, ids=str)
 def test_experts_over_ranks_train_to_the_same_weights_and_are_saved_whole(tmp_path, mesh):
     (tmp_path / "alone").mkdir()
     run_ranks(1, run, tmp_path / "alone", {}, 3, EXPERTS)

@@ -70,7 +70,7 @@ def losses(folder):
     return [value for step in map(json.loads, lines) for value in (step["loss"], step["grad_norm"], step["lr"])]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", pytest.param("sgd", marks=pytest.mark.thorough)])
 def test_a_run_goes_on(tmp_path, optimizer):
     """In the same layout with the same losses; alone up to the order of sums."""
     for folder in ("whole", "parts"):
