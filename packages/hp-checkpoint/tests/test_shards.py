@@ -108,7 +108,7 @@ def test_names_of_boxes_are_of_one_box_each():
 def test_arguments_are_checked_on_all_ranks_alike(tmp_path):
     rank = get_platform().groups.rank()
     new = {"w": as_tensor(np.zeros(2, np.float32))}
-    with pytest.raises(ValueError, match="save: layout must be '.*' or 'shards', got 'shard'"):
+    with pytest.raises(ValueError, match="save: layout must be 'auto', 'files' or 'shards', got 'shard'"):
         save(new, checkpoint_id=tmp_path / "c", layout="shard")
     with pytest.raises(CheckpointError, match="failed on 1 of 2 ranks: rank 1: save: layout must be .*, got None"):
         save(new, checkpoint_id=tmp_path / "c", layout=None if rank else "files")

@@ -66,7 +66,8 @@ def run(folder, mesh, steps=3, model=None, *, changed=None, optimizer="adamw", *
         if name in ("validation", "profile", "experts", "metrics"):
             tables[name] = value
         else:
-            tables["run" if name in ("seed", "deterministic", "accumulate") else "data"][name] = value
+            of_run = ("seed", "deterministic", "accumulate", "checkpoint_layout")
+            tables["run" if name in of_run else "data"][name] = value
     plan = ParallelPlan.from_dict(tables)
     return train(plan, prepare_folder(folder / "run", name="x", resume="resume" in options), **options)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hp_checkpoint.extend import to_hugging_face
+from hp_plan import lint
 from hp_platform import get_platform
 from hp_testing import on_ranks, run_ranks
 from hyper_parallel.data import DataError, write_tokens
@@ -18,6 +20,8 @@ from hyper_parallel.run import keep_lines
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from small_runs import DROPOUT, EXPERTS, TABLES, losses, run
+
+CONFIGS = ("config.json", "generation_config.json")
 
 pytestmark = pytest.mark.framework("torch")
 
@@ -34,6 +38,23 @@ def begun(tmp_path_factory):
     folder = tmp_path_factory.mktemp("begun")
     run_ranks(1, run, folder, {})
     return folder
+
+
+def test_a_run_goes_on_from_files_of_each_rank(tmp_path, undisturbed):
+    """Joined they are a model of transformers; a plan says how to get there."""
+    run_ranks(2, run, tmp_path, {"dp_shard": 2}, changed={"checkpoint_layout": "shards"})
+    saved = tmp_path / "run" / "checkpoints" / "step-00000003"
+    ranks = {f"{part}-rank-0000{rank}.safetensors" for part in ("model", "optimizer") for rank in (0, 1)}
+    assert {path.name for path in saved.iterdir()} == {*ranks, "manifest.json", "state.json", *CONFIGS}
+    (diagnostic,) = lint({"model": {**TABLES["model"], "weights": str(saved)}})
+    assert f"join the files of each rank first: hyper-parallel checkpoint convert {saved} TARGET" in str(diagnostic)
+    from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+    to_hugging_face(saved, tmp_path / "model")
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "model")) is Qwen3ForCausalLM
+    run_ranks(2, run, tmp_path, {"tp": 2}, 5, resume="auto")
+    assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-5)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000005" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("after", [{"tp": 2}, {"pp": 2}], ids=str)

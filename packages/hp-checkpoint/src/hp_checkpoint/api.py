@@ -31,7 +31,7 @@ def save(
     planner: StandardSavePlanner | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-    layout: Layout = "files",
+    layout: Layout = "auto",
 ) -> Manifest:
     """Save a state of all ranks in one folder; all ranks call it together.
 
@@ -51,7 +51,8 @@ def save(
         use_collectives: agree by collectives. Always True, as the ranks write one checkpoint.
         layout: "files" for files that all ranks write together, a Hugging Face model; "shards" for files of each rank
             that writes, on a file system where several can't write one file, or where shards are narrow columns.
-            Either loads into any layout of tensors. Default "files".
+            Either loads into any layout of tensors. Default "auto": the first, unless two ranks that try to write one
+            file in this folder lose bytes or fail, of which the first save warns.
 
     Returns:
         The checkpoint's manifest.

@@ -26,9 +26,23 @@ from hp_checkpoint.save_plan import SavePlan
 from hp_checkpoint.state import State
 from hp_checkpoint.tensors import local_boxes, local_pieces, read_bytes
 
-__all__ = ["Arrangement", "Layout", "Output", "box_name", "check_layout", "in_files", "in_shards", "shard_file"]
+__all__ = [
+    "Arrangement",
+    "Files",
+    "Layout",
+    "Output",
+    "box_name",
+    "check_layout",
+    "in_files",
+    "in_shards",
+    "shard_file",
+]
 
-Layout = Literal["files", "shards"]
+Files = Literal["files", "shards"]
+"""Where a checkpoint's tensors are; see Note [Layouts of files]."""
+
+Layout = Literal["auto", "files", "shards"]
+"""What a save is asked for: "auto" is "files" where two ranks can write one file, else "shards"."""
 
 _BOXED = re.compile(r"\[[\d:,]*\]$")
 
@@ -72,7 +86,7 @@ def check_layout(layout: object, what: str) -> None:
         ValueError: it is none.
     """
     if layout not in get_args(Layout):
-        raise ValueError(f"{what}: layout must be {' or '.join(map(repr, get_args(Layout)))}, got {layout!r}")
+        raise ValueError(f"{what}: layout must be 'auto', 'files' or 'shards', got {layout!r}")
 
 
 def in_files(plan: SavePlan, state: State, ranks: Ranks) -> Arrangement:

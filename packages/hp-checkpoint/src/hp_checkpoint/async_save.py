@@ -61,7 +61,7 @@ def async_save(
     planner: StandardSavePlanner | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-    layout: Layout = "files",
+    layout: Layout = "auto",
     callback: Callable[[Future[Manifest]], object] | None = None,
 ) -> AsyncSaveResponse:
     """Copy a state of all ranks and save the copy beside the program; all ranks call it together, as `save`.

@@ -71,7 +71,7 @@ class Checkpointer:
         busy: where a save is under way when the next one starts: "wait" for it, "skip" the new one, or raise an
             "error".
         verify: "read" compares what is read with its checksums, "all" all of a checkpoint.
-        layout: of the files: "files" or "shards", as for `save`. Default "files".
+        layout: of the files: "auto", "files" or "shards", as for `save`. Default "auto".
         beside: further files of each checkpoint by their names, the same on all ranks, such as those of a tokenizer.
     """
 
@@ -83,7 +83,7 @@ class Checkpointer:
         background: bool = True,
         busy: Literal["wait", "skip", "error"] = "wait",
         verify: Verify = "read",
-        layout: Layout = "files",
+        layout: Layout = "auto",
         beside: Mapping[str, bytes] | None = None,
     ) -> None:
         if busy not in ("wait", "skip", "error"):

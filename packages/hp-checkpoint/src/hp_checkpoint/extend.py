@@ -9,7 +9,7 @@ from hp_checkpoint.last_words import LastWords
 from hp_checkpoint.loading import load_tensors
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import metrics_in, prune, steps_in
-from hp_checkpoint.sources import open_checkpoint
+from hp_checkpoint.sources import has_safetensors, open_checkpoint
 from hp_checkpoint.tools import Difference, diff, faults, summary
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "TOKENIZER_FILES",
     "diff",
     "faults",
+    "has_safetensors",
     "load_tensors",
     "metrics_in",
     "open_checkpoint",

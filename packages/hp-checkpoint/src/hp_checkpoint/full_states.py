@@ -125,7 +125,7 @@ def save_state_dict_as_huggingface_format(
 
     ranks.agree(check, "save")
     state = flattened({MODEL: state_dict}, ranks)
-    save_state(state, Path(dir).absolute(), ranks, versions=versions(), limit=limits[0])
+    save_state(state, Path(dir).absolute(), ranks, versions=versions(), limit=limits[0], layout="files")
 
 
 def convert_full_checkpoint_to_dcp(src: Folder, dst: Folder, src_platform: Literal["torch", "mindspore"]) -> None:

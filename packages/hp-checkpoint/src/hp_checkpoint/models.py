@@ -59,7 +59,7 @@ def save_model(model: Any, folder: str | os.PathLike[str], *, dtype: Any = None)
     texts = config_texts(model)
     if dtype is not None:
         texts |= {name: with_dtype(texts[name], name_of_dtype(dtype)) for name in ("config.json",) if name in texts}
-    return save_state(states[0], Path(folder).absolute(), ranks, texts=texts, versions=versions())
+    return save_state(states[0], Path(folder).absolute(), ranks, texts=texts, versions=versions(), layout="files")
 
 
 def load_model(

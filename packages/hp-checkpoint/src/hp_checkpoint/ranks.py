@@ -32,6 +32,7 @@ class Ranks:
         rank: of this process.
         size: the number of ranks.
         leader: the rank that writes what is written once.
+        last: the last rank that takes part.
     """
 
     leader = 0
@@ -41,6 +42,7 @@ class Ranks:
         self._group: Any = groups.default_group() if groups is not None and groups.is_initialized() else None
         self.rank: int = 0 if self._group is None or groups is None else groups.rank()
         self.size: int = 1 if self._group is None or groups is None else groups.size()
+        self.last = self.size - 1
 
     def agree(self, action: Callable[[], bytes], what: str) -> list[bytes]:
         """Run an action on every rank and return all ranks' results; each different result is sent once.

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from hp_checkpoint.arrangements import Layout, Output, in_files, in_shards
+from hp_checkpoint.arrangements import Files, Layout, Output, in_files, in_shards
 from hp_checkpoint.files import LIMIT, index_of
 from hp_checkpoint.manifest import BLOCK, MANIFEST, FileSums, Manifest, checksum, sealed
 from hp_checkpoint.pieces import Piece, clip, gather
+from hp_checkpoint.probe import agreed_layout
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.save_plan import SavePlan, plan_save
 from hp_checkpoint.state import State
@@ -73,7 +74,7 @@ def save_state(
     block_bytes: int = BLOCK,
     limit: int = LIMIT,
     overwrite: bool = True,
-    layout: Layout = "files",
+    layout: Layout = "auto",
 ) -> Manifest:
     """Write a checkpoint; all ranks call it together. See Note [Commit] in `storage`.
 
@@ -88,7 +89,7 @@ def save_state(
         block_bytes: bytes of a checksum's block.
         limit: bytes of a shared file, unless one tensor alone has more.
         overwrite: replace a checkpoint that is there. Default True.
-        layout: of the files, see Note [Layouts of files] in `arrangements`. Default "files".
+        layout: of the files, see `probe.agreed_layout`. Default "auto".
 
     Raises:
         CheckpointError: it failed on some rank, on all ranks; nothing is left of it.
@@ -120,12 +121,13 @@ def prepare_save(
     block_bytes: int = BLOCK,
     limit: int = LIMIT,
     overwrite: bool = True,
-    layout: Layout = "files",
+    layout: Layout = "auto",
 ) -> Prepared:
     """Plan a save and create its folder; the arguments are those of `save_state`."""
     plan = plan_save(state, str(target), step, ranks, metric=metric, limit=limit, layout=layout)
-    arranged = (in_shards if layout == "shards" else in_files)(plan, state, ranks)
-    small = {**_own_texts(plan, layout), **(texts or {})}
+    agreed = agreed_layout(layout, target, ranks)
+    arranged = (in_shards if agreed == "shards" else in_files)(plan, state, ranks)
+    small = {**_own_texts(plan, agreed), **(texts or {})}
     nonce = ranks.first(lambda: _prepare(target, arranged.needed, overwrite), "save").decode()
     aliases: dict[str, dict[str, str]] = {}
     for (part, name), (_, first) in plan.aliases.items():
@@ -219,7 +221,7 @@ def _write(descriptor: int, piece: Piece, data: np.ndarray, path: Path) -> int:
     return hasher.intdigest()
 
 
-def _own_texts(plan: SavePlan, layout: Layout) -> dict[str, bytes]:
+def _own_texts(plan: SavePlan, layout: Files) -> dict[str, bytes]:
     texts = {STATE: json.dumps(plan.tree, ensure_ascii=False).encode()}
     for part, files in plan.files.items():
         if len(files) > 1 and layout == "files":

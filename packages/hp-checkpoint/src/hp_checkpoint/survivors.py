@@ -91,6 +91,7 @@ class Survivors(Ranks):
 
     def __init__(self, folder: Path, rank: int, size: int, members: Sequence[int], deadline: float) -> None:
         self.rank, self.size, self.leader = rank, size, min(members)
+        self.last = max(members)
         self._folder, self._members, self.deadline = folder, members, deadline
         self._number = 0
 

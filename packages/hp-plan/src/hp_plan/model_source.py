@@ -142,6 +142,8 @@ def weights_file(path: str) -> Path:
         file = file / "model.safetensors"
     if not file.is_file():
         fix = "give a safetensors file, or a folder with a model.safetensors"
+        if any(file.parent.glob("model-rank-*.safetensors")):
+            fix = f"join the files of each rank first: hyper-parallel checkpoint convert {file.parent} TARGET"
         raise PlanError([Diagnostic("model.weights", f"the file {file} does not exist", fix)])
     return file
 

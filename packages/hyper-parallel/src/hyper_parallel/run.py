@@ -120,7 +120,8 @@ class Run:
         self._words: LastWords | None = None
         self._tell = tell
         beside = agreed_files(given, self.ranks)
-        self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=Keep(last=plan.run.keep), beside=beside)
+        keep, layout = Keep(last=plan.run.keep), plan.run.checkpoint_layout
+        self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=keep, layout=layout, beside=beside)
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
         steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
         if resume == "auto" and steps:

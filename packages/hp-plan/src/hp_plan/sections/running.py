@@ -56,6 +56,9 @@ class RunSection:
             `dp_shard` that divides the step's micro-batches.
         platform: the framework that the model is written for; none takes the one in use (see `get_platform`).
         checkpoint_every: save a checkpoint after so many steps; 0 saves at the end and when the run is stopped.
+        checkpoint_layout: `"files"`, which all ranks write together, are a Hugging Face model; `"shards"` are files of
+            each rank that writes, which `hyper-parallel checkpoint convert` joins; `"auto"` takes the first unless two
+            ranks can't write one file in the run's folder, which it tries.
         keep: so many checkpoints, the newest.
         stop_within: seconds between SIGTERM and the end of a rank: enough for a step and a checkpoint.
         hang_after: seconds without a move of any rank after which a run is ended, with the name of the rank that holds
@@ -70,6 +73,7 @@ class RunSection:
     deterministic: bool = False
     platform: Literal["torch", "mindspore"] | None = None
     checkpoint_every: int = at_least(0, 0)
+    checkpoint_layout: Literal["auto", "files", "shards"] = "auto"
     keep: int = at_least(1, 2)
     stop_within: float = more_than(0.0, 25.0)
     hang_after: float = at_least(0.0, 300.0)

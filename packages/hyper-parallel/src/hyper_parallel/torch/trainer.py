@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hp_checkpoint.extend import has_safetensors
 from hp_moe import get_placement_state, rebalance, register_experts, report_drops, set_placement_state
 from hp_pipeline.torch.extend import count_operations
 from hp_plan import ParallelPlan, apply, build_optimizer, build_schedule
@@ -182,7 +183,7 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
         folder: of the checkpoint.
         tokens: number of tokens to write.
     """
-    if not plan.model.of_transformers:
+    if not plan.model.of_transformers or not has_safetensors(folder):  # the latter: it has files of each rank
         return None
     from transformers import AutoModelForCausalLM
 
