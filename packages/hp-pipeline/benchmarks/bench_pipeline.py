@@ -49,9 +49,10 @@ def ours(name: str) -> tuple[Callable[[], object], int]:
     order = hp_pipeline.lower(schedule.exec_order, schedule.pipeline)
     runner = schedule._runner = Runner(schedule, order, {})
     # A fake group delivers nothing: neither what ranks tell each other nor what messages look like.
-    runner.ranks.gather = lambda values: [values] * RANKS  # type: ignore[method-assign]
-    runner.ranks.begin = lambda *args: False  # type: ignore[method-assign]
-    runner.program, schedule._kinds = runner._bind(), [type(stage.submodule) for stage in stages]
+    runner.ranks.share = lambda payload: [payload] * RANKS  # type: ignore[method-assign]
+    runner.ranks.begin = lambda *args, **options: (True, False)  # type: ignore[method-assign]
+    runner._bind()
+    schedule._kinds = [type(stage.submodule) for stage in stages]
     for (_, _, ahead), channel in runner.channels.items():
         assert isinstance(channel, Channel)
         channel.signature = Message.of(torch.zeros(1, WIDTH, requires_grad=ahead)).signature()

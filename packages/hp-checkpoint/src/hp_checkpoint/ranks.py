@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hp_checkpoint.errors import CheckpointError
 from hp_checkpoint.port import port
-from hp_platform import LostRankError, get_platform
+from hp_platform import get_platform
+from hp_platform.extend import agree, gather_bytes, share_bytes
 
 __all__ = ["Ranks", "describe"]
 
-T = TypeVar("T")
-_DIGEST = 16
-_SHORT = 64  # bytes of a payload that is sent with its digest
 _ARGUMENTS = (ValueError, TypeError, FileNotFoundError, FileExistsError)
 """Errors that are raised as they are where every rank has the same one: what was passed is wrong."""
 
@@ -54,24 +51,17 @@ class Ranks:
         Raises:
             CheckpointError: it failed on a rank; on all ranks.
         """
-        failure: Exception | None = None
-        try:
-            payload = b"+" + action()
-        except LostRankError:
-            raise
-        except Exception as error:  # whatever it is, the others have to hear of it
-            failure, payload = error, b"-" + describe(error).encode()
-        everyone = self._share(payload)
-        failed = {rank: each[1:].decode() for rank, each in enumerate(everyone) if each[:1] == b"-"}
-        if failed:
-            same = len(failed) == self.size and len(set(failed.values())) == 1
-            if failure is not None and same and isinstance(failure, _ARGUMENTS):
-                raise failure
+
+        def failed(texts: Mapping[int, str], own: Exception | None) -> Exception:
+            same = len(texts) == self.size and len(set(texts.values())) == 1
+            if own is not None and same and isinstance(own, _ARGUMENTS):
+                return own
             if self.size == 1:
-                raise CheckpointError(f"{what} failed: {failed[0]}", failed) from failure
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:4])
-            raise CheckpointError(f"{what} failed on {len(failed)} of {self.size} ranks: {texts}", failed) from failure
-        return [each[1:] for each in everyone]
+                return CheckpointError(f"{what} failed: {texts[0]}", dict(texts))
+            some = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:4])
+            return CheckpointError(f"{what} failed on {len(texts)} of {self.size} ranks: {some}", dict(texts))
+
+        return agree(action, failed, self._share, describe)
 
     def first(self, action: Callable[[], bytes], what: str) -> bytes:
         """Run an action on the leader and return its result on all ranks.
@@ -112,39 +102,10 @@ class Ranks:
 
     def gather(self, record: bytes) -> list[bytes]:
         """Return all ranks' records of one length."""
-        if self.size == 1:
-            return [record]
-        own = port()
-        output = own.bytes_tensor(np.empty(self.size * len(record), np.uint8))
-        tensor = own.bytes_tensor(np.frombuffer(record, np.uint8).copy())
-        get_platform().collectives.all_gather(output, tensor, group=self._group)
-        data = own.bytes_array(output).tobytes()
-        return [data[at : at + len(record)] for at in range(0, len(data), len(record))]
+        return gather_bytes(record, self._group)
 
     def _share(self, payload: bytes) -> list[bytes]:
-        """Return all ranks' payloads; of equal ones the first rank sends its own."""
-        if self.size == 1:
-            return [payload]
-        digest = hashlib.blake2b(payload, digest_size=_DIGEST).digest()
-        records = self.gather(digest + len(payload).to_bytes(8, "little") + payload[:_SHORT].ljust(_SHORT, b"\0"))
-        if len(set(records)) == 1:
-            return [payload] * self.size
-        known: dict[bytes, bytes] = {}
-        for rank, record in enumerate(records):
-            if record not in known:
-                length, short = int.from_bytes(record[_DIGEST:-_SHORT], "little"), record[-_SHORT:]
-                known[record] = (
-                    short[:length]
-                    if length <= _SHORT
-                    else self._broadcast(payload if rank == self.rank else bytes(length), rank)
-                )
-        return [known[record] for record in records]
-
-    def _broadcast(self, payload: bytes, rank: int) -> bytes:
-        own = port()
-        tensor = own.bytes_tensor(np.frombuffer(payload, np.uint8).copy())
-        get_platform().collectives.broadcast(tensor, rank, group=self._group)
-        return own.bytes_array(tensor).tobytes()
+        return share_bytes(payload, self._group)
 
 
 def describe(error: Exception) -> str:

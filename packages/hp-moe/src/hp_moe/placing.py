@@ -8,6 +8,7 @@ Note [Homes]
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from hp_moe.layer import ExpertLayer
 from hp_moe.placement import ExpertPlacement, plan_replicas
 from hp_moe.port import port
 from hp_platform import get_platform
+from hp_platform.extend import agree, share_bytes
 
 __all__ = ["place_experts", "rebalance"]
 
@@ -107,16 +109,15 @@ def _check_homes(layer: ExpertLayer, placement: ExpertPlacement, optimizer: Any)
 
 def _agree(layer: ExpertLayer, choice: object, problem: Exception | None) -> None:
     """Raise on all ranks alike where one has a problem, or another choice."""
-    digest = -1 if problem else zlib.crc32(repr(choice).encode())
-    digests = [digest if rank == layer.rank else 0 for rank in range(len(layer.widths))]
-    if layer.group is not None:
-        digests = port().summed_numbers(digests, layer.group)
-    if problem:
-        raise problem
-    for rank, other in enumerate(digests):
-        if other == -1:
-            raise ValueError(f"{layer.own.name}: rank {rank} was passed a placement that does not fit; see its error.")
-        if other != digest:
+    own = problem or zlib.crc32(repr(choice).encode()).to_bytes(4, "little")
+
+    def failed(texts: Mapping[int, str], error: Exception | None) -> Exception:
+        rank, text = next(iter(texts.items()))
+        return error or ValueError(f"{layer.own.name}: rank {rank} was passed a placement that does not fit: {text}")
+
+    digests = agree(lambda: own, failed, functools.partial(share_bytes, group=layer.group))
+    for rank, digest in enumerate(digests):
+        if digest != digests[layer.rank]:
             raise ValueError(
                 f"{layer.own.name}: rank {layer.rank} and rank {rank} were passed different placements, or optimizers"
                 " with different states; pass the same on all ranks"

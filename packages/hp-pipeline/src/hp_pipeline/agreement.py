@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 from hp_pipeline.port import port
 from hp_platform import get_platform
+from hp_platform.extend import agree, share_bytes
 
 __all__ = ["Agreement", "PipelineError"]
 
-_TEXT = 2048  # bytes of a failure's text that other ranks are told
+_BEGIN = struct.Struct("<Q??")
+_HEAD = "A stage failed; gradients are incomplete, set them to zero before the next run"
 
 
 class PipelineError(RuntimeError):
@@ -18,34 +21,20 @@ class PipelineError(RuntimeError):
 
 
 class Agreement:
-    """Small messages from each rank to all.
+    """Short texts from each rank to all.
 
     Args:
         group: the pipeline's ranks.
-        device: of the messages.
     """
 
-    def __init__(self, group: Any, device: Any) -> None:
+    def __init__(self, group: Any) -> None:
         groups = get_platform().groups
-        self.group, self.rank, self.ranks, self.device = group, groups.rank(group), groups.size(group), device
+        self.group, self.rank, self.ranks = group, groups.rank(group), groups.size(group)
         self._inputs: list[Any] = []
 
-    def gather(self, values: list[int]) -> list[list[int]]:
-        """Return each rank's numbers."""
-        count = len(values)
-        if self.ranks == 1:
-            return [values]
-        everyone = port().numbers([0] * (self.ranks * count), self.device)
-        get_platform().collectives.all_gather(everyone, port().numbers(values, self.device), group=self.group)
-        numbers = port().to_numbers(everyone)
-        return [numbers[rank * count : (rank + 1) * count] for rank in range(self.ranks)]
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return each rank's bytes, of which the last is not zero."""
-        size = max(size for (size,) in self.gather([len(data)]))
-        if not size:
-            return [data] * self.ranks
-        return [bytes(row).rstrip(b"\0") for row in self.gather(list(data.ljust(size, b"\0")))]
+    def share(self, payload: bytes) -> list[bytes]:
+        """Return each rank's payload."""
+        return share_bytes(payload, self.group)
 
     def begin(
         self,
@@ -71,29 +60,31 @@ class Agreement:
         """
         leaves = port().flatten(next(iter(batches.values()), None))[0]
         inputs = [port().describe(leaf) for leaf in leaves if port().is_tensor(leaf)]
-        gathered = self.gather([fingerprint, int(problem is not None), int(inputs != self._inputs), int(bound)])
-        others = [rank for rank, (number, *_) in enumerate(gathered) if number != gathered[0][0]]
+
+        own = problem or _BEGIN.pack(fingerprint, inputs != self._inputs, bound)
+
+        def failed(texts: Mapping[int, str], _: Exception | None) -> Exception:
+            return ValueError(_joined("An input does not fit", texts))
+
+        rows = [_BEGIN.unpack(row) for row in agree(lambda: own, failed, self.share)]
+        others = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
         if others:
             raise ValueError(
                 f"The ranks {others} of the pipeline have another order than rank 0: micro_batch_num"
                 f" ({micro_batches} on rank {self.rank}), the schedule and its options must be equal."
             )
-        if any(failed for _, failed, *_ in gathered):
-            name = "" if problem is None or isinstance(problem, ValueError) else f"{type(problem).__name__}: "
-            self._raise("An input does not fit", ValueError, problem, f"{name}{problem or ''}")
         self._inputs = inputs
-        return all(row[3] for row in gathered), any(row[2] for row in gathered)
+        return all(row[2] for row in rows), any(row[1] for row in rows)
 
-    def end(self, failure: BaseException | None, text: str, numbers: list[int]) -> list[list[int]]:
-        """Raise on all ranks if a stage failed on any; return each rank's numbers."""
-        gathered = self.gather([int(failure is not None), *numbers])
-        if any(row[0] for row in gathered):
-            head = "A stage failed; gradients are incomplete, set them to zero before the next run"
-            self._raise(head, PipelineError, failure, text)
-        return [row[1:] for row in gathered]
+    def end(self, failure: Exception | None, text: str, present: bytes) -> list[bytes]:
+        """Raise on all ranks if a stage failed on any; return what each rank has of the shared weights."""
 
-    def _raise(self, head: str, kind: type[Exception], cause: BaseException | None, text: str) -> None:
-        data = text.encode()[:_TEXT].ljust(_TEXT)
-        texts = [bytes(row).decode(errors="replace").strip().rstrip(".") for row in self.gather(list(data))]
-        different = dict.fromkeys(text for text in texts if text)
-        raise kind("; ".join([head, *different]) + ".") from cause
+        def failed(texts: Mapping[int, str], _: Exception | None) -> Exception:
+            return PipelineError(_joined(_HEAD, texts))
+
+        return agree(lambda: failure or present, failed, self.share, lambda _: text)
+
+
+def _joined(head: str, texts: Mapping[int, str]) -> str:
+    different = dict.fromkeys(text.strip().rstrip(".") for text in texts.values() if text)
+    return "; ".join([head, *different]) + "."

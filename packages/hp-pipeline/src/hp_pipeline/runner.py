@@ -56,7 +56,7 @@ class Runner:
             if port().is_module(self.stages[stage].submodule):
                 port().prepare_split(self.stages[stage].submodule)
         self.device = schedule.stages[0].device
-        self.ranks = Agreement(self.group, self.device)
+        self.ranks = Agreement(self.group)
         self.shared: SharedParameters | None = None
         reduced = {each.stage_index for each in order[self.rank] if each.step_type in SHARDING}
         self.sharded = {stage: ShardedStage(self.stages[stage].submodule) for stage in self.stages if stage in reduced}
@@ -75,7 +75,7 @@ class Runner:
         self.inbox: dict[tuple[int, int, Piece], Message] = {}
         self.outbox: dict[tuple[int, int, Piece], Message] = {}
         self.dead: set[tuple[int, int, Piece]] = set()
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
         self.text = ""
         self.batches: Mapping[Piece, Any] = {}
         self.losses: dict[Piece, Any] = {}
@@ -88,7 +88,7 @@ class Runner:
         """
         shared = SharedParameters(self.schedule.stages, self.pipeline, self.rank, self.group)
         facts = shared.facts, stage_facts(self.stages, several=self.pipeline.ranks != self.ranks.ranks)
-        everyone = [pickle.loads(data) for data in self.ranks.gather_bytes(pickle.dumps(facts))]
+        everyone = [pickle.loads(data) for data in self.ranks.share(pickle.dumps(facts))]
         shared.agree([weights for weights, _ in everyone])
         others = [stages for _, stages in everyone]
         self.channels = open_channels(self.pipeline, self.stages, self.ranks, others, ahead=self.schedule.overlap_p2p)
@@ -166,7 +166,7 @@ class Runner:
             if self.failure is None:
                 self._fail(step, error)
 
-    def _fail(self, step: MetaStep, error: BaseException) -> None:
+    def _fail(self, step: MetaStep, error: Exception) -> None:
         self.failure = error
         self.text = f"rank {self.ranks.rank} at {step}: {type(error).__name__}: {error}"
 
@@ -367,10 +367,10 @@ class Runner:
         shared.add(self.ranks.end(*self._pop_failure(), present))
         return whole_losses(losses, self.pipeline.seq_slices, mean=self.schedule.scale_grads)
 
-    def _pop_failure(self) -> tuple[BaseException | None, str]:
+    def _pop_failure(self) -> tuple[Exception | None, str]:
         """Return the failure and its text, and leave none; a local variable of ``run`` would be a cycle with it."""
-        failure, self.failure = self.failure, None
-        return failure, self.text
+        failure, text, self.failure, self.text = self.failure, self.text, None, ""
+        return failure, text
 
 
 def _run_all(parts: Sequence[Callable[[], None]]) -> None:

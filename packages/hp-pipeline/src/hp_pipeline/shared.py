@@ -176,13 +176,13 @@ class SharedParameters:
         for copy in self._copies.values():
             port().set_gradient(copy.parameter, None)
 
-    def present(self) -> list[int]:
+    def present(self) -> bytes:
         """After a run: tell for each of ``keys`` whether this rank has a gradient of it."""
-        return [
-            int(key in self._copies and port().gradient(self._copies[key].parameter) is not None) for key in self.keys
-        ]
+        return bytes(
+            key in self._copies and port().gradient(self._copies[key].parameter) is not None for key in self.keys
+        )
 
-    def add(self, present: Sequence[Sequence[int]]) -> None:
+    def add(self, present: Sequence[bytes]) -> None:
         """After a run: add the gradients of all ranks to what was set aside.
 
         Args:

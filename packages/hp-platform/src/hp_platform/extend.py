@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hp_platform.agreement import agree, describe, gather_bytes, share_bytes
 from hp_platform.flight import Flight, Operation, beating, flight_stack, note_step, read_flight, record_flight
 from hp_platform.groups import own_rank, when_groups_end
 from hp_platform.hangs import Hang, find_hang
@@ -30,12 +31,15 @@ __all__ = [
     "PLATFORMS",
     "SettingError",
     "TreeSum",
+    "agree",
     "attribute_to",
     "attributed_modules",
     "beating",
+    "describe",
     "end_with_parent",
     "find_hang",
     "flight_stack",
+    "gather_bytes",
     "lazy_exports",
     "load_port",
     "note_step",
@@ -44,6 +48,7 @@ __all__ = [
     "platform_name",
     "read_flight",
     "record_flight",
+    "share_bytes",
     "subtrees",
     "wanted_platform",
     "watch_parent",

@@ -88,6 +88,14 @@ class Collectives(Protocol):
 
     def barrier(self, group: Group) -> Handle | None: ...
 
+    def from_bytes(self, data: bytes, group: Group) -> Tensor:
+        """Make a tensor of bytes where the group communicates."""
+        ...
+
+    def to_bytes(self, tensor: Tensor) -> bytes:
+        """Return the bytes of such a tensor."""
+        ...
+
     def averages(self, tensor: Tensor, group: Group) -> bool:
         """Tell whether the backend averages by itself; where not, sums are divided."""
         ...

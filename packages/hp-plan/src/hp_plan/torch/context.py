@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -17,14 +18,14 @@ from torch import nn
 from hp_dtensor import DeviceMesh
 from hp_pipeline import PipelinedModel
 from hp_plan.micro_batches import IGNORED
-from hp_platform import get_platform
+from hp_platform.extend import agree, share_bytes
 from hp_styles import context_parallel_shard, context_parallel_unshard
 from hp_styles.extend import hook
 
 __all__ = ["Border", "counts_tokens", "is_attention"]
 
 T = torch.Tensor
-_REFUSED = -1  # in place of a number of labels
+_NUMBERS = struct.Struct("<qq")  # of labels, and a digest
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels")
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
 
@@ -115,17 +116,11 @@ class Border:
                 another rank refuses.
         """
         inputs = {**dict(zip(_parameters(forward)[1:], args, strict=False)), **kwargs}
-        try:
-            inputs, tokens, parts = self._cut(inputs)
-        except (NotImplementedError, ValueError):
-            current = get_platform().devices.current_device()
-            device = next((value.device for value in inputs.values() if isinstance(value, T)), current)
-            self._exchange(torch.tensor([_REFUSED, 0], device=device))  # which the other ranks wait for
-            raise
-        total = self._agree(tokens)
+        inputs, tokens, parts, total = self._agree(inputs)
         if "labels" in tokens:
             items = inputs.get("num_items_in_batch")  # the caller's is of the batch that the ranks of `cp` share
-            count, ranks = (total, self._data.size()) if items is None else (torch.as_tensor(items), self._mesh.size())
+            count, ranks = (total, self._data.size()) if items is None else (items, self._mesh.size())
+            count = torch.as_tensor(count, device=None if isinstance(count, T) else tokens["labels"].device)
             parts.update(shift_labels=parts["labels"], num_items_in_batch=count.double() / ranks)
         return {**inputs, **parts}
 
@@ -143,31 +138,36 @@ class Border:
             tokens["position_ids"] = torch.arange(length, device=_rows(tokens).device)[None]
         return inputs, tokens, context_parallel_shard(tokens, self._mesh, load_balance=self._load_balance)
 
-    def _agree(self, tokens: Mapping[str, T]) -> T:
-        """Count the labels of all ranks with other tokens, and refuse ranks of `cp` that are passed different inputs.
+    def _agree(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, T], dict[str, Any], int]:
+        """Cut the inputs, and count the labels of all ranks with other tokens.
 
         Raises:
-            ValueError: on all of these ranks; or another rank has refused its inputs.
+            NotImplementedError: inputs whose part is not known.
+            ValueError: on all of these ranks: ranks of `cp` are passed different inputs, or a rank refuses its own.
         """
-        labels = tokens.get("labels")
-        count = torch.zeros_like(_digest(tokens)) if labels is None else (labels != IGNORED).sum()
-        counts, digests = self._exchange(torch.stack([count, _digest(tokens)]))
-        if bool(((counts == _REFUSED) | (digests != digests[:, :1])).any()):
-            refusing = self._data.ranks.reshape(-1)[(counts == _REFUSED).view(-1).cpu().numpy()].tolist()
-            if refusing:
-                raise ValueError(f"cp: ranks {refusing} refuse the inputs that they are passed; see their errors")
-            raise ValueError(
-                f"cp: its {self._mesh.size()} ranks are passed different inputs, but they share each sample: pass the"
-                f" same whole sequences on all of them ({', '.join(tokens)})"
-            )
-        return counts[:, 0].sum()
+        cut: list[tuple[dict[str, Any], dict[str, T], dict[str, Any]]] = []
 
-    def _exchange(self, own: T) -> tuple[T, T]:
-        """Gather two numbers of all ranks; return the first and the second ones, [parts of the batch, `cp`]."""
-        everyone = own.new_empty(self._data.size() * 2)
-        get_platform().collectives.all_gather(everyone, own, group=self._data.get_group())
-        counts, digests = everyone.view(-1, self._mesh.size(), 2).unbind(-1)  # `cp` is the innermost axis
-        return counts, digests
+        def own() -> bytes:
+            cut.append(self._cut(inputs))
+            tokens = cut[0][1]
+            labels, digest = tokens.get("labels"), _digest(tokens)
+            count = torch.zeros_like(digest) if labels is None else (labels != IGNORED).sum()
+            return _NUMBERS.pack(*torch.stack([count, digest]).tolist())
+
+        def failed(texts: Mapping[int, str], error: Exception | None) -> Exception:
+            ranks = self._data.ranks.reshape(-1).tolist()
+            some = "; ".join(f"rank {ranks[place]}: {text}" for place, text in list(texts.items())[:4])
+            return error or ValueError(f"cp: inputs are refused by {some}")
+
+        group = self._data.get_group()
+        numbers = [_NUMBERS.unpack(row) for row in agree(own, failed, functools.partial(share_bytes, group=group))]
+        size = self._mesh.size()  # `cp` is the innermost axis
+        if any(digest != numbers[place - place % size][1] for place, (_, digest) in enumerate(numbers)):
+            raise ValueError(
+                f"cp: its {size} ranks are passed different inputs, but they share each sample: pass the same whole"
+                f" sequences on all of them ({', '.join(cut[0][1])})"
+            )
+        return *cut[0], sum(count for count, _ in numbers[::size])
 
     def _gathered(self, value: Any, samples: int, length: int) -> Any:
         """Gather what has this rank's tokens: [samples, length, ...], or [samples * length, ...] as a router's."""

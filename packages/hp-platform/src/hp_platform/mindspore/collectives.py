@@ -6,6 +6,9 @@ from collections import Counter
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+from mindspore import Tensor
+
 from hp_platform.devices import devices
 from hp_platform.mindspore import emulation, native
 from hp_platform.port import Handle
@@ -74,6 +77,16 @@ def barrier(group: str) -> None:
     """Wait for all ranks."""
     issued[group] += 1
     _backend().barrier(group)
+
+
+def from_bytes(data: bytes, group: str) -> Tensor:
+    """Make a tensor of bytes."""
+    return Tensor(np.frombuffer(data, np.uint8).copy())
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Return its bytes."""
+    return tensor.asnumpy().tobytes()
 
 
 def averages(tensor: Any, group: str) -> bool:

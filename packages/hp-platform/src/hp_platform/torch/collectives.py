@@ -153,9 +153,23 @@ def receives_ahead(group: ProcessGroup, device: Any) -> bool:
 def barrier(group: ProcessGroup) -> Any:
     """Wait for all ranks."""
     options = c10d.BarrierOptions()
-    cpu = torch.device("cpu")
-    options.device = cpu if cpu in group._device_types else devices.devices.current_device()
+    options.device = _device_of(group)
     return group.barrier(options)
+
+
+def from_bytes(data: bytes, group: ProcessGroup) -> torch.Tensor:
+    """Make a tensor of bytes."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device_of(group))
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """Return its bytes."""
+    return tensor.cpu().numpy().tobytes()
+
+
+def _device_of(group: ProcessGroup) -> torch.device:
+    cpu = torch.device("cpu")
+    return cpu if cpu in group._device_types else devices.devices.current_device()
 
 
 def averages(tensor: torch.Tensor, group: ProcessGroup) -> bool:
