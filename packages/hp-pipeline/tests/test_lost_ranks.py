@@ -11,6 +11,7 @@ from hp_testing import target
 from hp_testing.processes import rank_processes
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+import failing_stage
 import lost_stage
 
 pytestmark = [
@@ -24,8 +25,29 @@ def test_a_rank_that_ends(tmp_path):
         pytest.skip(lacking)
     with rank_processes(lost_stage.main, 3, str(tmp_path / "store")) as (processes, connections):
         for rank in (0, 2):
-            assert connections[rank].poll(60.0)
+            assert connections[rank].poll(240.0)
             assert connections[rank].recv() == (1,)
         for process in processes:
             process.join(30.0)
         assert [process.exitcode for process in processes] == [0, 3, 0]
+
+
+@pytest.mark.parametrize(("failing", "step"), [(1, "0F2"), (3, "1F2")])
+def test_a_stage_that_raises_where_its_other_rank_communicates_ends_all_with_its_error(tmp_path, failing, step):
+    if lacking := target.missing():
+        pytest.skip(lacking)
+    place = f"rank {failing}"
+    with rank_processes(failing_stage.main, 4, str(tmp_path / "store"), place) as (processes, connections):
+        for rank in range(4):
+            assert connections[rank].poll(240.0), f"rank {rank} heard nothing"
+            text, cause = connections[rank].recv()
+            assert text.startswith("A stage failed; gradients are incomplete")
+            assert text.endswith(f"start the processes again; rank {failing} at {step}: ArithmeticError: too hot.")
+            assert (cause == "ArithmeticError('too hot')") == (rank == failing)
+            assert connections[rank].poll(240.0)
+            assert connections[rank].recv().startswith(f"rank {failing} gave up: rank {failing} at {step}: ")
+        for rank in range(4):
+            connections[rank].send("all have heard")
+        for process in processes:
+            process.join(30.0)
+        assert [process.exitcode for process in processes] == [0] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 import hp_pipeline
 from hp_dtensor import DeviceMesh, DTensor, Replicate
 from hp_pipeline import MetaStepType, PipelineError, PipelineStage, SharedParameterInfo
+from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -197,3 +199,31 @@ def test_options_that_would_do_nothing_are_refused():
     order: Any = schedule.exec_order
     with pytest.raises(TypeError, match="does not support item assignment"):
         order[0] = ()
+
+
+@on_ranks(4)
+def test_pipelines_that_run_together_raise_together_and_go_on():
+    groups, rank = get_platform().groups, dist.get_rank()
+    failing: list[int] = [3]
+
+    def then(x):
+        if rank in failing:
+            raise ArithmeticError("too hot")
+        return x.sum() if rank % 2 else x
+
+    stage = PipelineStage(Scale(then), rank % 2, 2)
+    pair = groups.new_group([rank // 2 * 2, rank // 2 * 2 + 1])
+    schedule = hp_pipeline.ScheduleGPipe(stage, 2, group=pair, peers=groups.default_group())
+    for _ in range(2):
+        with pytest.raises(PipelineError, match="next run; rank 3 at 1F0: ArithmeticError: too hot.$"):
+            schedule.run(rows(2))
+    failing.clear()
+    for turn, x in enumerate((rows(2), rows(3) if rank == 2 else rows(2), rows(2))):
+        stage.submodule.zero_grad()
+        refused = pytest.raises(ValueError, match="An input does not fit; ") if turn == 1 else contextlib.nullcontext()
+        with refused:
+            losses = schedule.run(x)
+            assert [loss.item() for loss in losses] == ([9.0, 45.0] if rank % 2 else [])
+    assert stage.submodule.weight.grad is not None
+    with pytest.raises(ValueError, match=r"got a group of \[\d, \d\], without the ranks \[\d\] of this pipeline"):
+        hp_pipeline.ScheduleGPipe(stage, 2, peers=pair, group=groups.new_group([rank % 2, rank % 2 + 2]))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from hp_platform import LostRankError
-from hp_platform.peers import Address, Listener, Lost, find_lost, lost_text, own_host
+from hp_platform.peers import Address, FailedRankError, Listener, Lost, find_lost, lost_text, own_host, tell_failure
 
 QUICK = {"limit": 0.5, "settle": 0.1}
 
@@ -230,6 +230,38 @@ def test_a_line_without_an_end_is_let_go(listeners):
     assert (here.told, here._callers) == ({}, [])
 
 
+def test_a_rank_that_gives_up_is_heard_with_its_text(listeners):
+    peers, heard = addresses(listeners), threading.Event()
+    listeners[1].watch(heard.set)
+    tell_failure(listeners[3], peers, "ValueError: no\nsuch file")
+    assert heard.wait(30.0)
+    assert listeners[1].failed == listeners[3].failed == {3: "ValueError: no\nsuch file"}
+    assert find_lost(listeners[0], peers, range(4), limit=30.0) == Lost(())
+    assert listeners[0].failed == listeners[3].failed
+
+
+def test_whoever_sleeps_is_woken_by_the_one_that_finds_a_loss(listeners):
+    peers, heard = addresses(listeners), threading.Event()
+    listeners[1].watch(heard.set)
+    listeners[2].close()
+    assert find_lost(listeners[0], peers, [0, 2], **QUICK) == Lost((2,))
+    assert heard.wait(30.0)
+    assert find_lost(listeners[1], peers, [0, 1], **QUICK) == Lost((2,))
+
+
+def test_a_listener_that_is_closed_ends_its_thread():
+    def threads():
+        return [each for each in threading.enumerate() if each.name == "hp_platform peers"]
+
+    before, listener = threads(), Listener(0, 2)
+    listener.watch(lambda: None)
+    (thread,) = set(threads()) - set(before)
+    listener.close()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    listener.read()
+
+
 def test_addresses():
     address = Address("10.0.0.1", 5, "a b", "secret")
     assert Address.parse(str(address)) == address
@@ -260,3 +292,5 @@ def test_the_text():
     assert "over ranks 0 to 63 (64 ranks)" in text
     error = pickle.loads(pickle.dumps(LostRankError("text", [5, 2])))
     assert (str(error), error.ranks) == ("text", (2, 5))
+    error = pickle.loads(pickle.dumps(FailedRankError({1: "ValueError: no"})))
+    assert str(error).startswith("rank 1 gave up: ValueError: no. The ranks can't go on") and error.ranks == ()

@@ -8,7 +8,7 @@ from typing import Any
 
 from hp_pipeline.port import port
 from hp_platform import get_platform
-from hp_platform.extend import agree, share_bytes
+from hp_platform.extend import FailedRankError, agree, share_bytes
 
 __all__ = ["Agreement", "PipelineError"]
 
@@ -25,11 +25,20 @@ class Agreement:
 
     Args:
         group: the pipeline's ranks.
+        peers: those of all pipelines that run together; this one's are among them.
+
+    Attributes:
+        rank: this one, inside the pipeline.
+        name: its global rank.
+        ranks: of the pipeline.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, peers: Any) -> None:
         groups = get_platform().groups
-        self.group, self.rank, self.ranks = group, groups.rank(group), groups.size(group)
+        self.group, self.rank, self.ranks, self.name = group, groups.rank(group), groups.size(group), groups.rank()
+        everyone = groups.ranks(peers)
+        self._peers, self._everyone = peers, everyone
+        self._places = [everyone.index(rank) for rank in groups.ranks(group)]
         self._inputs: list[Any] = []
 
     def share(self, payload: bytes) -> list[bytes]:
@@ -45,7 +54,7 @@ class Agreement:
         *,
         bound: bool,
     ) -> tuple[bool, bool]:
-        """Refuse a run, on all ranks alike, for which orders differ or an input does not fit.
+        """Refuse a run, on all ranks of all pipelines alike, for which orders differ or an input does not fit.
 
         Args:
             fingerprint: of the order.
@@ -66,12 +75,12 @@ class Agreement:
         def failed(texts: Mapping[int, str], _: Exception | None) -> Exception:
             return ValueError(_joined("An input does not fit", texts))
 
-        rows = [_BEGIN.unpack(row) for row in agree(lambda: own, failed, self.share)]
-        others = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
+        rows = [_BEGIN.unpack(row) for row in agree(lambda: own, failed, self._share_with_peers)]
+        others = [rank for rank, row in zip(self._everyone, rows, strict=True) if row[0] != rows[0][0]]
         if others:
             raise ValueError(
-                f"The ranks {others} of the pipeline have another order than rank 0: micro_batch_num"
-                f" ({micro_batches} on rank {self.rank}), the schedule and its options must be equal."
+                f"The ranks {others} of the pipeline have another order than rank {self._everyone[0]}: micro_batch_num"
+                f" ({micro_batches} on rank {self.name}), the schedule and its options must be equal."
             )
         self._inputs = inputs
         return all(row[2] for row in rows), any(row[1] for row in rows)
@@ -82,7 +91,17 @@ class Agreement:
         def failed(texts: Mapping[int, str], _: Exception | None) -> Exception:
             return PipelineError(_joined(_HEAD, texts))
 
-        return agree(lambda: failure or present, failed, self.share, lambda _: text)
+        rows = agree(lambda: failure or present, failed, self._share_with_peers, lambda _: text)
+        return [rows[place] for place in self._places]
+
+    def _share_with_peers(self, payload: bytes) -> list[bytes]:
+        return share_bytes(payload, self._peers)
+
+
+def gave_up(error: FailedRankError) -> PipelineError:
+    """Return the error of a run that a rank gave up: Note [A stage that failed on one of its ranks]."""
+    head = f"{_HEAD}. Its ranks wait for each other, so the process groups are broken: start the processes again"
+    return PipelineError(_joined(head, error.texts))
 
 
 def _joined(head: str, texts: Mapping[int, str]) -> str:

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hp_pipeline.agreement import Agreement, PipelineError
+from hp_pipeline.agreement import Agreement, PipelineError, gave_up
 from hp_pipeline.channels import FAILED, Failed, Message
 from hp_pipeline.flows import Arrived, Flow
+from hp_pipeline.giving_up import GivingUp
 from hp_pipeline.meetings import parts_of
 from hp_pipeline.port import port
 from hp_pipeline.receipts import Key, Piece, receipts
@@ -29,6 +30,7 @@ from hp_pipeline.steps import SHARDING, SWAPPING, MetaStep, MetaStepType, Order
 from hp_pipeline.swapping import MOVES
 from hp_pipeline.wiring import AnyChannel, keys_of, message_counts, open_channels, stage_facts
 from hp_platform import LostRankError
+from hp_platform.extend import FailedRankError
 
 if TYPE_CHECKING:
     from hp_pipeline.schedule import PipelineSchedule
@@ -56,7 +58,7 @@ class Runner:
             if port().is_module(self.stages[stage].submodule):
                 port().prepare_split(self.stages[stage].submodule)
         self.device = schedule.stages[0].device
-        self.ranks = Agreement(self.group)
+        self.ranks = Agreement(self.group, schedule.peers)
         self.shared: SharedParameters | None = None
         reduced = {each.stage_index for each in order[self.rank] if each.step_type in SHARDING}
         self.sharded = {stage: ShardedStage(self.stages[stage].submodule) for stage in self.stages if stage in reduced}
@@ -76,6 +78,7 @@ class Runner:
         self.outbox: dict[tuple[int, int, Piece], Message] = {}
         self.dead: set[tuple[int, int, Piece]] = set()
         self.failure: Exception | None = None
+        self.patience = GivingUp(schedule.patience)
         self.text = ""
         self.batches: Mapping[Piece, Any] = {}
         self.losses: dict[Piece, Any] = {}
@@ -168,7 +171,8 @@ class Runner:
 
     def _fail(self, step: MetaStep, error: Exception) -> None:
         self.failure = error
-        self.text = f"rank {self.ranks.rank} at {step}: {type(error).__name__}: {error}"
+        self.text = f"rank {self.ranks.name} at {step}: {type(error).__name__}: {error}"
+        self.patience.failed(self.text)
 
     def _receive(self, channels: Sequence[tuple[Key, AnyChannel]], piece: Piece) -> None:
         for (source, target, ahead), channel in channels:
@@ -338,11 +342,22 @@ class Runner:
         elif changed:  # other batches make other messages: they are described anew
             for channel in self.channels.values():
                 channel.describe_again()
-        shared = self.shared
-        assert shared is not None
-        shared.set_aside()
+        assert self.shared is not None
+        self.shared.set_aside()
         self.batches = batches
-        self._pop_failure()
+        try:
+            with GivingUp(self.schedule.patience) as self.patience:
+                losses = self._run()
+                present = self.ranks.end(self.failure, self.text, self.shared.present())
+        except FailedRankError as error:  # of another rank's failure an own one is a consequence
+            raise gave_up(error) from (self.failure if self.ranks.name in error.texts else None)
+        finally:
+            self.failure, self.text = None, ""
+        self.shared.add(present)
+        return whole_losses(losses, self.pipeline.seq_slices, mean=self.schedule.scale_grads)
+
+    def _run(self) -> list[Any]:
+        """Take all steps; return the losses of the pieces in order."""
         for sharded in self.sharded.values():
             sharded.begin()
         try:
@@ -350,27 +365,20 @@ class Runner:
                 channel.expect(self.counts[channel])
             for work in self.program:
                 work()
+                self.patience.move()
             for channel in self.channels.values():
                 channel.finish()
             for sharded in self.sharded.values():
                 sharded.end()
+            return [self.losses[piece] for piece in sorted(self.losses)]
         except BaseException:
             for channel in self.channels.values():
                 channel.forget()
             raise
         finally:
-            losses = [self.losses[piece] for piece in sorted(self.losses)]
             self.batches = {}
             for state in (self.flows, self.inbox, self.outbox, self.dead, self.losses):
                 state.clear()
-        present = shared.present()
-        shared.add(self.ranks.end(*self._pop_failure(), present))
-        return whole_losses(losses, self.pipeline.seq_slices, mean=self.schedule.scale_grads)
-
-    def _pop_failure(self) -> tuple[Exception | None, str]:
-        """Return the failure and its text, and leave none; a local variable of ``run`` would be a cycle with it."""
-        failure, text, self.failure, self.text = self.failure, self.text, None, ""
-        return failure, text
 
 
 def _run_all(parts: Sequence[Callable[[], None]]) -> None:

@@ -47,6 +47,8 @@ class PipelineSchedule:
             list.
         scale_grads: gradients are those of the mean of the micro-batches' losses; False leaves those of the sum.
         group: the pipeline's ranks, in its order; None is all ranks.
+        peers: the ranks of all pipelines that run together, as those of data or tensor parallelism: what a stage raises
+            on one of them, all raise. None is this pipeline's.
         placement: the pipeline rank of each stage; None is the schedule's own.
         boundaries: pairs of stages between which something is passed on; None is a line: see ``Pipeline``. A stage that
             takes from several gets what they return one after the other, in the order of the stages.
@@ -59,6 +61,7 @@ class PipelineSchedule:
             ``SwapManager()``.
         overlap_p2p: receive up to two messages of each channel ahead, where the backend can, while the rank computes;
             False begins to receive where the order needs a message. Sends run beside the computation either way.
+        patience: seconds that a rank whose stage failed gets nowhere until it ends the run of all; see ``run``.
 
     Attributes:
         pipeline: what the order is for.
@@ -81,6 +84,7 @@ class PipelineSchedule:
         *,
         scale_grads: bool = True,
         group: Any = None,
+        peers: Any = None,
         placement: Sequence[int] | None = None,
         boundaries: Sequence[tuple[int, int]] | None = None,
         order: Order | Callable[[Pipeline], Order] | None = None,
@@ -90,15 +94,23 @@ class PipelineSchedule:
         overlap: CommComputeOverlap | None = None,
         swap: Any = False,
         overlap_p2p: bool = True,
+        patience: float = 30.0,
     ) -> None:
         self.swapper = swapper_of(swap)
         self.stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
         groups = get_platform().groups
         self.group = groups.default_group() if group is None else group
+        self.peers = self.group if peers is None else peers
+        outside = sorted(set(groups.ranks(self.group)) - set(groups.ranks(self.peers)))
+        if outside:
+            raise ValueError(
+                f"{type(self).__name__}: peers= are the ranks of all pipelines that run together, got a group of"
+                f" {groups.ranks(self.peers)}, without the ranks {outside} of this pipeline."
+            )
         self.rank, processes = groups.rank(self.group), groups.size(self.group)
         self.micro_batch_num, self.scale_grads = micro_batch_num, scale_grads
         self.args_batch_dim, self.kwargs_batch_dim = args_batch_dim, kwargs_batch_dim
-        self.output_concat_dim, self.overlap_p2p = output_concat_dim, overlap_p2p
+        self.output_concat_dim, self.overlap_p2p, self.patience = output_concat_dim, overlap_p2p, patience
         self.args_seq_dim, self.kwargs_seq_dim, self.overlap = args_seq_dim, kwargs_seq_dim, overlap
         if not self.stages:
             raise ValueError(f"{type(self).__name__}: rank {self.rank} has no stage.")
@@ -220,7 +232,9 @@ class PipelineSchedule:
 
         Raises:
             ValueError: an input that micro-batches do not divide, or a rank with another order: on all ranks.
-            PipelineError: a stage failed, on any rank: on all ranks. Gradients are incomplete; set them to zero.
+            PipelineError: a stage failed, on any rank of any of the ``peers``: on all of them. Gradients are
+                incomplete; set them to zero. Where it failed on one of the ranks that communicate inside of a stage,
+                the process groups are broken, as the text says: Note [A stage that failed on one of its ranks].
             LostRankError: the process of a rank has ended.
         """
         problem: Exception | None = None

@@ -38,6 +38,8 @@ from hp_styles import ContextParallel, parallelize_module
 
 Model = TypeVar("Model")
 
+_PATIENCE = 30.0  # seconds, of a rank whose stage failed
+
 
 def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> Model:
     """Apply a plan to a model, in place and without a change to its code.
@@ -113,8 +115,10 @@ def _in_stages(
         stages,
         choice.pipeline.micro_batches,
         group=pp.get_group(),
+        peers=get_platform().groups.new_group(mesh.ranks.reshape(-1).tolist()),
         placement=choice.pipeline.placement,
         order=lambda _: choice.order,
+        patience=min(_PATIENCE, plan.run.hang_after / 2 or _PATIENCE),
     )
     pipelined = hp_pipeline.PipelinedModel(schedule)
     _describe(pipelined, model, outline)

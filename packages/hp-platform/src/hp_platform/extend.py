@@ -8,6 +8,7 @@ from hp_platform.groups import own_rank, when_groups_end
 from hp_platform.hangs import Hang, find_hang
 from hp_platform.host import end_with_parent, watch_parent
 from hp_platform.observing import attribute_to, attributed_modules, observers
+from hp_platform.peers import FailedRankError
 from hp_platform.ports import (
     DEVICE,
     KINDS,
@@ -23,6 +24,7 @@ from hp_platform.tree_sum import TreeSum, subtrees
 
 __all__ = [
     "DEVICE",
+    "FailedRankError",
     "Flight",
     "Hang",
     "KINDS",

@@ -135,6 +135,19 @@ def disconnect() -> None:
     port().groups.disconnect()
 
 
+def give_up(text: str) -> None:
+    """Tell all ranks what this one raised, and end the collectives that any of them waits in: FailedRankError.
+
+    For a rank that cannot take part any more in what others wait for. All process groups are broken afterwards. It may
+    be called from another thread than that which waits. Where `can_disconnect` is false it does nothing.
+
+    Args:
+        text: what the others raise.
+    """
+    if can_disconnect():
+        port().groups.give_up(text)
+
+
 def default_group() -> Group:
     """Get the default group.
 

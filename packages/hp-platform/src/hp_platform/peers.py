@@ -6,7 +6,12 @@ Note [Lost ranks]
     lives the kernel completes connections to it; when it ends, in whatever way, they are refused or reset. A rank whose
     collective failed connects to all others and watches the connections: what ends is gone. It then tells those that
     live whom it found, and they find that in their own sockets when their turn comes. A rank that is gone and had told
-    of another one was no cause but a consequence. No thread and no message is needed before something fails.
+    of another one was no cause but a consequence. No message is needed before something fails.
+
+    A backend tells of a rank that ended to those that wait for that rank alone. So each process has a thread that
+    sleeps until another one connects; once that tells of a loss, the thread breaks this process's own connections, and
+    whatever it waits in fails as if the lost rank were its neighbour. A rank that raises, and lives, can hold up the
+    others just as well: `give_up` tells them its error in the same way.
 
     A connection that the other side has accepted stays open until that process ends, so that its end says the same.
 
@@ -19,26 +24,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
-import os
-import secrets
+import json
 import selectors
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-__all__ = ["Address", "Listener", "LostRankError", "find_lost", "lost_text", "own_host"]
+from hp_platform.listening import Address, Listener, is_another, own_host
+
+__all__ = [
+    "Address",
+    "FailedRankError",
+    "Listener",
+    "LostRankError",
+    "find_lost",
+    "lost_text",
+    "own_host",
+    "tell_failure",
+]
 
 LIMIT = 5.0
 SETTLE = 0.2
 _POLL = 0.05
-_HELLO = 128  # bytes of a token and a rank, at the most
-_MESSAGE = 2**16
-_STRANGERS = 64
+_TEXT = 4000  # characters of an error that others are told
 _GONE = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
-_NOWHERE = ("192.0.2.1", 9)  # reserved for documentation; nothing is sent there
 
 
 class LostRankError(RuntimeError):
@@ -54,160 +64,20 @@ class LostRankError(RuntimeError):
         self.ranks: tuple[int, ...] = tuple(sorted(ranks))
 
 
-@dataclass(frozen=True)
-class Address:
-    """Address that a rank listens on.
-
-    Attributes:
-        host: its IP address.
-        port: the port.
-        network: names the network stack; the loopback address is meaningful only inside it.
-        token: a connection must begin with it to be trusted.
-    """
-
-    host: str
-    port: int
-    network: str
-    token: str = field(default="-", repr=False)
-
-    def __str__(self) -> str:
-        return f"{self.host} {self.port} {self.token} {self.network}"
-
-    @staticmethod
-    def parse(text: str) -> Address:
-        """Read what `str` wrote."""
-        host, port, token, network = text.split(" ", 3)
-        return Address(host, int(port), network, token)
-
-    def reachable_from(self, network: str) -> bool:
-        """Tell whether the address means this rank there, and not the process that asks."""
-        return self.network == network or not _is_loopback(self.host)
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host in ("::1", "localhost")
-
-
-def _network() -> str:
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
-    return socket.gethostname()
-
-
-def own_host(toward: str | None = None) -> str:
-    """Get the address by which this host reaches another one; nothing is sent for it.
+class FailedRankError(LostRankError):
+    """A collective can't complete, because a rank raised and gave up; its process lives, so ``ranks`` are none.
 
     Args:
-        toward: where the ranks meet, a name or an address; None is wherever the default route leads.
-    """
-    if toward is not None:
-        host = _source((toward, _NOWHERE[1]))
-        if host is not None and (_is_loopback(toward) or not _is_loopback(host)):
-            return host
-    return _source(_NOWHERE) or "127.0.0.1"  # a host's own name often stands for the loopback address
-
-
-def _source(target: tuple[str, int]) -> str | None:
-    with contextlib.suppress(OSError):
-        family, kind, *_, address = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    return None
-
-
-def _is_another(address: Address, own: Address) -> bool:
-    """Return True if connecting there reaches another rank: containers of several hosts may share one address."""
-    return address.reachable_from(own.network) and (address.network == own.network or address.host != own.host)
-
-
-@dataclass(eq=False)
-class _Caller:
-    """A connection that was accepted, who it is once its token was right, and what it wrote of a line that goes on."""
-
-    connection: socket.socket
-    rank: int | None = None
-    unread: bytes = b""
-
-
-class Listener:
-    """This rank's socket, to which others connect and tell what they found.
-
-    Args:
-        rank: this process's global rank.
-        size: the number of ranks.
-        host: the address to listen on.
-
-    Attributes:
-        address: for the other ranks.
-        told: whom each rank that wrote says was lost.
+        texts: what each rank that gave up said, by its global rank.
     """
 
-    def __init__(self, rank: int, size: int, host: str = "127.0.0.1") -> None:
-        self.rank, self.size = rank, size
-        self.told: dict[int, set[int]] = {}
-        self._callers: list[_Caller] = []
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:
-            self._socket.bind((host, 0))
-            self._socket.listen(4096)
-            self._socket.setblocking(False)
-        except OSError:
-            self._socket.close()
-            raise
-        self.address = Address(host, self._socket.getsockname()[1], _network(), secrets.token_hex(16))
+    def __init__(self, texts: Mapping[int, str]) -> None:
+        self.texts = dict(texts)
+        said = "; ".join(f"rank {rank} gave up: {text}" for rank, text in sorted(self.texts.items()))
+        super().__init__(f"{said}. The ranks can't go on together; restart the job from its last checkpoint")
 
-    def read(self) -> None:
-        """Take in what others wrote so far; never waits."""
-        with contextlib.suppress(OSError):
-            for _ in range(self.size + _STRANGERS):
-                connection, _ = self._socket.accept()
-                connection.setblocking(False)
-                self._callers.append(_Caller(connection))
-        for caller in list(self._callers):
-            if not self._hear(caller):
-                self._callers.remove(caller)
-                caller.connection.close()
-        strangers = [caller for caller in self._callers if caller.rank is None]
-        for caller in strangers[: max(0, len(strangers) - self.size - _STRANGERS)]:  # the oldest
-            self._callers.remove(caller)
-            caller.connection.close()
-
-    def _hear(self, caller: _Caller) -> bool:
-        """Read what a caller wrote so far; tell whether it is one to go on listening to."""
-        ended = False
-        try:
-            while len(caller.unread) < _MESSAGE and not ended:
-                part = caller.connection.recv(2**12)
-                caller.unread, ended = caller.unread + part, not part
-        except BlockingIOError:
-            pass  # that is all for now
-        except OSError:
-            ended = True
-        *lines, caller.unread = caller.unread.split(b"\n")
-        for line in lines:
-            if caller.rank is None:
-                caller.rank = self._recognise(line)
-                if caller.rank is None:
-                    return False
-            else:
-                with contextlib.suppress(ValueError):
-                    self.told.setdefault(caller.rank, set()).update(map(int, line.split()[: self.size]))
-        return not ended and len(caller.unread) < (_HELLO if caller.rank is None else _MESSAGE)
-
-    def _recognise(self, line: bytes) -> int | None:
-        """Get the rank of a caller that begins with this line, None of a stranger."""
-        token, _, number = line.partition(b" ")
-        if not hmac.compare_digest(token, self.address.token.encode()) or not number.isdigit():
-            return None
-        return int(number) if int(number) < self.size else None
-
-    def close(self) -> None:
-        """Stop listening: to the others this rank is gone."""
-        for each in (self._socket, *(caller.connection for caller in self._callers)):
-            each.close()
-        self._callers.clear()
+    def __reduce__(self) -> tuple[type, tuple[dict[int, str]]]:
+        return FailedRankError, (self.texts,)
 
 
 @dataclass(frozen=True)
@@ -250,6 +120,24 @@ def find_lost(
         inquiry.close()
 
 
+def tell_failure(listener: Listener, peers: Mapping[int, Address], text: str, *, limit: float = LIMIT) -> None:
+    """Tell all other ranks that this one gives up.
+
+    Args:
+        listener: this rank's.
+        peers: where the others listen, by global rank.
+        text: what this rank raised.
+        limit: seconds to wait for those that don't answer.
+    """
+    listener.failed[listener.rank] = text[:_TEXT]
+    inquiry = _Inquiry(listener, peers)
+    try:
+        inquiry.connect(limit)
+        inquiry.say(b"!" + json.dumps(text[:_TEXT]).encode() + b"\n")
+    finally:
+        inquiry.close()
+
+
 class _Inquiry:
     """Connections to all peers at once."""
 
@@ -262,7 +150,7 @@ class _Inquiry:
         self.connected: dict[int, socket.socket] = {}
         self.selector = selectors.DefaultSelector()
         for rank, address in peers.items():
-            if rank != listener.rank and _is_another(address, listener.address):
+            if rank != listener.rank and is_another(address, listener.address):
                 self._connect(rank, address)
 
     def _connect(self, rank: int, address: Address) -> None:
@@ -276,6 +164,13 @@ class _Inquiry:
             connection.close()
             (self.gone if code in _GONE else self.silent).add(rank)
 
+    def connect(self, limit: float) -> None:
+        """Wait until all that answer have done so."""
+        deadline = time.monotonic() + limit
+        while self.silent and (left := deadline - time.monotonic()) > 0:
+            for key, _ in self.selector.select(min(left, _POLL)):
+                self._answer(key.fileobj, key.data)  # type: ignore[arg-type]
+
     def run(self, group: Collection[int], limit: float, settle: float) -> Lost:
         deadline, settling = time.monotonic() + limit, False
         while (left := deadline - time.monotonic()) > 0:
@@ -285,6 +180,8 @@ class _Inquiry:
             else:
                 time.sleep(min(left, _POLL))
             self.listener.read()
+            if self.listener.failed:
+                break
             if not settling and (self.gone or self.listener.told):
                 deadline, settling = min(deadline, time.monotonic() + settle), True
         self.listener.read()
@@ -330,7 +227,9 @@ class _Inquiry:
         connection.close()
 
     def tell(self, lost: Sequence[int]) -> None:
-        line = " ".join(map(str, lost)).encode() + b"\n"
+        self.say(" ".join(map(str, lost)).encode() + b"\n")
+
+    def say(self, line: bytes) -> None:
         for rank, connection in self.connected.items():
             if rank not in self.gone:
                 with contextlib.suppress(OSError):

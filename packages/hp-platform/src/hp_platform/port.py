@@ -181,6 +181,10 @@ class Groups(Protocol):
         """Break this process's connections to the other ranks."""
         ...
 
+    def give_up(self, text: str) -> None:
+        """Tell the other ranks what this one raised, and end the collectives of all, where that can be done."""
+        ...
+
 
 class Devices(Protocol):
     """The kinds of device of a framework: "cpu", "cuda", "npu". Counts, memory and caches are asked of accelerators."""

@@ -15,6 +15,7 @@ from hp_testing import on_ranks, target
 from hp_testing.processes import rank_processes
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+import far_ranks
 import user_made
 
 
@@ -55,3 +56,28 @@ def test_groups_that_torch_made(tmp_path):
         for process in processes:
             process.join(30.0)
         assert [process.exitcode for process in processes] == [0, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("ends", ("LostRankError", (4,), "rank 4 was lost: its process has ended")),
+        ("gives up", ("FailedRankError", (), "rank 4 gave up: ValueError: no such file. The ranks can't go on")),
+    ],
+)
+def test_ranks_that_wait_for_others_that_live_are_told(tmp_path, how, told):
+    """Each waits for the next one, and the last one ends or gives up: those that raise before don't end."""
+    if lacking := target.missing():
+        pytest.skip(lacking)
+    with rank_processes(far_ranks.main, 5, str(tmp_path / "store"), how) as (processes, connections):
+        hearing = range(4) if how == "ends" else range(5)
+        for rank in hearing:
+            for _ in range(2):
+                assert connections[rank].poll(240.0), f"rank {rank} heard nothing"
+                kind, ranks, text = connections[rank].recv()
+                assert (kind, ranks) == told[:2] and told[2] in text
+        for rank in hearing:
+            connections[rank].send("all have heard")
+        for process in processes:
+            process.join(30.0)
+        assert [process.exitcode for process in processes] == [0, 0, 0, 0, 3 if how == "ends" else 0]

@@ -149,6 +149,10 @@ def disconnect() -> None:
     """Do nothing; see `can_disconnect`."""
 
 
+def give_up(text: str) -> None:
+    """Do nothing; see `can_disconnect`."""
+
+
 def own_options(options: Any, backend: str) -> Any:
     """Translate GroupOptions into MindSpore's own; whatever else is given passes as it is.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -23,9 +22,9 @@ from torch.distributed import distributed_c10d as c10d
 from hp_platform.devices import devices
 from hp_platform.groups import GroupOptions
 from hp_platform.torch import peers
-from hp_platform.torch.peers import disconnect, leave
+from hp_platform.torch.peers import can_disconnect, disconnect, give_up, leave
 
-__all__ = ["disconnect", "leave"]
+__all__ = ["can_disconnect", "disconnect", "give_up", "leave"]
 
 ProcessGroup = dist.ProcessGroup
 TIMEOUTS = True
@@ -124,11 +123,6 @@ def create(
 def destroy(group: ProcessGroup | None) -> None:
     """Destroy one group, or all."""
     dist.destroy_process_group(group)
-
-
-def can_disconnect() -> bool:
-    """Tell whether ranks that wait would hear of it."""
-    return sys.platform == "linux" and dist.get_backend() == "gloo"
 
 
 def members(group: ProcessGroup) -> list[int]:

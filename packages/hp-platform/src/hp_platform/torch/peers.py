@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,9 +21,18 @@ from torch.distributed import distributed_c10d as c10d
 
 from hp_platform.host import break_connections
 from hp_platform.observing import observers
-from hp_platform.peers import Address, Listener, LostRankError, find_lost, lost_text, own_host
+from hp_platform.peers import (
+    Address,
+    FailedRankError,
+    Listener,
+    LostRankError,
+    find_lost,
+    lost_text,
+    own_host,
+    tell_failure,
+)
 
-__all__ = ["Pending", "disconnect", "leave", "meet", "raise_if_lost"]
+__all__ = ["Pending", "can_disconnect", "disconnect", "give_up", "leave", "meet", "raise_if_lost"]
 
 ProcessGroup = dist.ProcessGroup
 
@@ -56,6 +66,7 @@ class _World:
                 return
             store.set(f"{prefix}/{world.rank()}", str(listener.address))
             self.store, self.prefix, self.listener = store, prefix, listener
+            listener.watch(self.break_up)
 
     def meet(self, ranks: Sequence[int], patience: timedelta | None) -> None:
         """Read where ranks listen, and wait for those that have not said so."""
@@ -84,6 +95,10 @@ class _World:
             return
         self.meet_late()
         lost = find_lost(self.listener, self.addresses, group)
+        if self.listener.failed:
+            self.error = FailedRankError(self.listener.failed)
+            observers.append(_refuse)
+            raise self.error from error
         if not lost.ranks:
             error.add_note(
                 f"hp_platform: the processes of all {len(self.addresses)} ranks that could be asked live, so no rank"
@@ -93,6 +108,19 @@ class _World:
         self.error = LostRankError(lost_text(lost, kind, group, self.world.rank()), lost.ranks)
         observers.append(_refuse)
         raise self.error from error
+
+    def break_up(self) -> None:
+        """Break this process's connections to other ranks, but those on which they tell each other who was lost."""
+        if self.world is dist.group.WORLD and can_disconnect():
+            ports = {address.port for address in self.addresses.values()}
+            break_connections(keep_ports=ports | _store_ports())
+
+    def give_up(self, text: str) -> None:
+        """Tell the others what this rank raised, and end the collectives of all."""
+        if self.listener is not None:
+            self.meet_late()
+            tell_failure(self.listener, self.addresses, text)
+            self.break_up()
 
 
 def _known() -> LostRankError | None:
@@ -146,11 +174,27 @@ def leave() -> None:
 
 def disconnect() -> None:
     """Break the connections to the other ranks; not that to the store, from which they read where others listen."""
+    ports = _store_ports()
+    leave()
+    break_connections(keep_ports=ports)
+
+
+def can_disconnect() -> bool:
+    """Tell whether ranks that wait would hear of it."""
+    return sys.platform == "linux" and dist.get_backend() == "gloo"
+
+
+def _store_ports() -> set[int]:
     store: Any = c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    leave()
-    break_connections(keep_ports=(store.port,) if isinstance(store, dist.TCPStore) else ())
+    return {store.port} if isinstance(store, dist.TCPStore) else set()
+
+
+def give_up(text: str) -> None:
+    """Tell the others what this rank raised, and end the collectives of all."""
+    if _here is not None and _here.world is dist.group.WORLD:
+        _here.give_up(text)
 
 
 os.register_at_fork(after_in_child=leave)  # else what a rank forks would answer for it
