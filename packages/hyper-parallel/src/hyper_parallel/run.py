@@ -35,7 +35,6 @@ from hyper_parallel.tokenized import agreed_files, with_tokens
 from hyper_parallel.validation import Validation
 
 _GO_ON = "go on with the plan that the run has begun with, or choose another folder with --out"
-_NO_LOSS = -np.inf  # of a rank without the model's last stage
 
 
 @dataclass
@@ -241,7 +240,9 @@ class Run:
         self._updating = False
         asked = self._stop is not None and self._stop.asked
         memory = get_platform().devices.peak_memory()
-        own = [_NO_LOSS if loss is None else loss, norm, memory, batch.wait, self._operations(batch.rows), asked]
+        last = loss is not None  # this rank has the model's last stage
+        operations = self._operations(batch.rows)
+        own = [loss if last else np.nan, norm, memory, batch.wait, operations, asked, last]
         return _Launched(self.step, lr, self._numbers(own), begun)
 
     def _operations(self, rows: Rows) -> float:
@@ -256,10 +257,10 @@ class Run:
     def _finished(self, launched: _Launched, *, validate: bool = False) -> Step:
         """Wait for the numbers of a step."""
         numbers = launched.numbers.read()
-        losses, norms, memory, waits, operations, asked = numbers.T
+        losses, norms, memory, waits, operations, asked, last = numbers.T
         seconds = (launched.ended or time.perf_counter()) - launched.begun
         # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
-        losses = losses[losses != _NO_LOSS].tolist()
+        losses = losses[last > 0].tolist()
         mean, norm = sum(losses) / len(losses), float(norms[0])
         saved = str(self.checkpoints.path(self._saved)) if self._saved else None
         check_finite(launched.step, mean, norm, saved=saved)
