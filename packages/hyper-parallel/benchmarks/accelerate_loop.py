@@ -1,4 +1,4 @@
-"""A training loop on accelerate with FSDP2, as its guide writes it: what `bench_loops.py` compares a plan with."""
+"""A training loop on accelerate with FSDP2, as its guide writes it; on CPUs accelerate replicates the model instead."""
 
 import json
 import sys

@@ -1,9 +1,11 @@
 """A plan against loops on FSDP2 that do the same: a small Llama on two ranks of this machine's CPUs, tokens a second.
 
-The loops are written plainly: `fsdp2_loop.py` by PyTorch's tutorial, and the same with accelerate. They shard the same
-blocks, train on the same text with the same optimizer, clip gradients, and read loss and norm in each step; a rank has
-one thread. Programs take turns, and the figure is the median step of all turns but for the first steps of each. Lines
-are those that a user writes and keeps: of the plan's file, and of the loop without blank lines and docstrings.
+The loops are written plainly: `fsdp2_loop.py` by PyTorch's tutorial, and one with accelerate. They train on the same
+text with the same optimizer, clip gradients, and read loss and norm in each step; a rank has one thread. On CPUs
+accelerate leaves its plugin of FSDP2 aside without a word and replicates the model, so it is compared with a plan that
+replicates it. `alone_loop.py` computes as much on each rank and communicates nothing: no library that shards is faster.
+Programs take turns, and the figure is the median step of all turns but for the first steps of each. Lines are those
+that a user writes and keeps: of the plan's file, and of the loop without blank lines and docstrings.
 
 python packages/hyper-parallel/benchmarks/bench_loops.py [--rounds N] [--steps N]
 """
@@ -35,7 +37,7 @@ PLAN = """[model]
 config = "LlamaConfig"
 overrides = {overrides}
 [mesh]
-dp_shard = 2
+{axis} = 2
 [data]
 paths = ["{text}"]
 sequence_length = {length}
@@ -44,12 +46,13 @@ batch_size = {batch}
 steps = {steps}
 grad_clip = 1.0
 """
-LOOPS = ("fsdp2", "accelerate")
+PLANS = {"plan": "dp_shard", "replicating plan": "dp_replicate"}
+LOOPS = {"fsdp2": "plan", "accelerate": "replicating plan", "alone": "plan"}  # each with what it is compared with
 
 
 def main(rounds: int, steps: int) -> None:
     """Print each program's tokens a second and lines, and the plan's as a multiple of the others'."""
-    programs = ["plan", *LOOPS]
+    programs = [*PLANS, *LOOPS]
     if importlib.util.find_spec("accelerate") is None:
         print("accelerate is not installed, so its loop is left out")
         programs.remove("accelerate")
@@ -61,26 +64,25 @@ def main(rounds: int, steps: int) -> None:
         text.write_bytes(b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py"))))
         for turn in range(rounds):
             for program in programs:
-                lines = _run(program, folder / f"{program}-{turn}", text, steps)
-                times[program] += [line["seconds"] for line in lines[FIRST:]]
-                losses[program] = [line["loss"] for line in lines]
-        plan = PLAN.format(overrides=_inline(MODEL), text="text", length=LENGTH, batch=BATCH, steps=steps)
-        written = {name: _lines(f"{name}_loop.py") for name in LOOPS} | {"plan": sum(map(bool, plan.splitlines()))}
+                metrics = _run(program, folder / f"{program}-{turn}", text, steps)
+                times[program] += [each["seconds"] for each in metrics[FIRST:]]
+                losses[program] = [each["loss"] for each in metrics]
+        lines = {name: _lines(f"{name}_loop.py") for name in LOOPS if name in programs}
+        lines |= {name: sum(map(bool, _plan(name, text, steps).splitlines())) for name in PLANS}
     speed = {name: LENGTH * BATCH / statistics.median(times[name]) for name in programs}
     for name in programs:
-        ratio = "" if name == "plan" else f", {speed['plan'] / speed[name]:.2f} times as fast with a plan"
+        peer = LOOPS.get(name)
+        ratio = "" if peer is None else f", {speed[peer] / speed[name]:.2f} times as fast with a {peer}"
         ends = f"loss from {losses[name][0]:.2f} to {min(losses[name]):.2f}"  # samples are drawn in other orders
-        print(f"{name}: {speed[name]:,.0f} tokens/s, {written[name]} lines, {ends}{ratio}")
+        print(f"{name}: {speed[name]:,.0f} tokens/s, {lines[name]} lines, {ends}{ratio}")
 
 
 def _run(program: str, out: Path, text: Path, steps: int) -> list[dict[str, float]]:
     """Run one of the programs, and return its metrics."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HYPER_PARALLEL_DEVICE": "cpu", "HF_HUB_OFFLINE": "1"}
-    if program == "plan":
+    if program in PLANS:
         plan = out.with_suffix(".toml")
-        plan.write_text(
-            PLAN.format(overrides=_inline(MODEL), text=text, length=LENGTH, batch=BATCH, steps=steps), encoding="utf-8"
-        )
+        plan.write_text(_plan(program, text, steps), encoding="utf-8")
         command = ["-m", "hyper_parallel", "train", str(plan), "--out", str(out), "--json"]
         metrics = out / "metrics.jsonl"
     else:
@@ -93,6 +95,10 @@ def _run(program: str, out: Path, text: Path, steps: int) -> list[dict[str, floa
     if done.returncode:
         raise SystemExit(f"{program} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+
+
+def _plan(name: str, text: Path, steps: int) -> str:
+    return PLAN.format(overrides=_inline(MODEL), axis=PLANS[name], text=text, length=LENGTH, batch=BATCH, steps=steps)
 
 
 def _inline(table: dict[str, int]) -> str:
