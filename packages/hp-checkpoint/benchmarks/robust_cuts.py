@@ -1,13 +1,15 @@
 """Saves that end at any point: the old checkpoint loads bit for bit each time, and the next save needs no cleaning.
 
 Killed, or with ENOSPC or EIO from there on, before and after each system call and every 4 KiB of what is written: of a
-new checkpoint, of one that replaces another, and in the writer beside a training. On a real full disk, a small tmpfs,
-at every page of free space (where `unshare` may mount one). Two ranks with their writers, killed at random moments.
+new checkpoint, of one that replaces another, and in the writer beside a training; each in both layouts of files. On a
+real full disk, a small tmpfs, at every page of free space (where `unshare` may mount one). Two ranks with their
+writers, killed at random moments.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
@@ -26,16 +29,17 @@ import crash_program  # noqa: E402
 from hp_checkpoint import Checkpointer, CheckpointError, save, saving, storage  # noqa: E402
 
 RANKS, VALUES = 2, 200_000
+LAYOUTS = ("files", "shards")
 
 
 def cut_points(rows: int) -> None:
     """Run the program of the tests on a larger state."""
-    for fault in crash_program.FAULTS:
+    for fault, layout in itertools.product(crash_program.FAULTS, LAYOUTS):
         with tempfile.TemporaryDirectory() as folder:
-            subprocess.run([sys.executable, crash_program.__file__, folder, fault, str(rows)], check=True)
+            subprocess.run([sys.executable, crash_program.__file__, folder, fault, str(rows), layout], check=True)
 
 
-def full_disk(folder: Path, pages: int) -> None:
+def full_disk(folder: Path, pages: int, layout: Any) -> None:
     """Save with each number of free pages, from none to enough; the folder is a file system of its own."""
     storage._NEW, failed = 0.0, 0
     saving.check_space = lambda *_: None  # else it is seen before the first byte
@@ -45,7 +49,7 @@ def full_disk(folder: Path, pages: int) -> None:
         filler = folder / "filler"
         filler.write_bytes(bytes((usage.f_bavail - free) * usage.f_frsize))
         try:
-            save(crash_program.state(2), checkpoint_id=folder / "new", no_dist=True)
+            save(crash_program.state(2), checkpoint_id=folder / "new", no_dist=True, layout=layout)
         except CheckpointError as error:
             assert "ENOSPC: No space left on device" in str(error), error
             assert sorted(each.name for each in folder.iterdir()) == ["filler", "old"]
@@ -55,9 +59,11 @@ def full_disk(folder: Path, pages: int) -> None:
             shutil.rmtree(folder / "new")
         assert crash_program.loads(folder / "old", 1)
         filler.unlink()
-    save(crash_program.state(2), checkpoint_id=folder / "new", no_dist=True)
+    save(crash_program.state(2), checkpoint_id=folder / "new", no_dist=True, layout=layout)
     assert crash_program.loads(folder / "new", 2) and 5 < failed < pages
-    print(f"a full disk: {failed} saves failed at other pages, and left the old checkpoint", flush=True)
+    for name in ("old", "new"):
+        shutil.rmtree(folder / name)
+    print(f"a full disk, {layout}: {failed} saves failed at other pages, and left the old checkpoint", flush=True)
 
 
 def killed_ranks(rounds: int) -> None:
@@ -87,7 +93,7 @@ def _killed_round(base: Path, run: Path, number: int, kind: str, choice: random.
         if not child:
             code = 1
             try:
-                _train(run, rank, group, ready, first, background=bool(number % 2))
+                _train(run, rank, group, ready, first, background=bool(number % 2), layout=LAYOUTS[number // 2 % 2])
                 code = 0
             finally:
                 os._exit(code)
@@ -118,14 +124,14 @@ def _killed_round(base: Path, run: Path, number: int, kind: str, choice: random.
     return max(steps)
 
 
-def _train(run: Path, rank: int, group: str, ready: Path, first: int, *, background: bool) -> None:
+def _train(run: Path, rank: int, group: str, ready: Path, first: int, *, background: bool, layout: Any) -> None:
     import hp_platform
     from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # of ranks that lost the other one
     hp_platform.init_process_group("gloo", init_method=f"file://{group}", world_size=RANKS, rank=rank)
     mesh = init_device_mesh("cpu", (RANKS,))
-    checkpoints = Checkpointer(run, background=background)
+    checkpoints = Checkpointer(run, background=background, layout=layout)
     step = first
     while True:
         step += 1
@@ -167,7 +173,8 @@ def main() -> None:
     parser.add_argument("--full-disk", metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.full_disk:
-        full_disk(Path(options.full_disk), 40)
+        for layout in LAYOUTS:
+            full_disk(Path(options.full_disk), 40, layout)
         return
     cut_points(options.rows)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,6 @@
-"""Ends saves at every point, and looks whether a whole checkpoint is there: `crash_program.py FOLDER [FAULT] [ROWS]`.
+"""Ends saves at every point, and looks whether a whole checkpoint is there.
+
+    crash_program.py FOLDER [FAULT] [ROWS] [LAYOUT]
 
 Points are before and after each system call that changes files, and every 4 KiB of what is written. At a point the
 process is killed, or the call fails there and ever after as on a full disk or a broken one. Needs no framework.
@@ -107,7 +109,7 @@ def _with_fault(point: int, fault: str, action: Callable[[], Any]) -> int:
     return UNNOTICED if passed > point else DONE
 
 
-def job_of(state: Mapping[str, Any], target: Path, keep: Keep) -> Callable[[], Any]:
+def job_of(state: Mapping[str, Any], target: Path, keep: Keep, layout: Any = "files") -> Callable[[], Any]:
     """Return what a writer process does for a save beside the training."""
     sent: list[Mapping[str, Any]] = []
     background.send = lambda _, job: sent.append(job)
@@ -115,18 +117,18 @@ def job_of(state: Mapping[str, Any], target: Path, keep: Keep) -> Callable[[], A
     background.subprocess = types.SimpleNamespace(Popen=lambda *_, **__: process, PIPE=None)
     writer._reply = lambda **_: None
     own, ranks = background.Writer(), Ranks(alone=True)
-    own.start(prepare_save(flatten(state), target, ranks, step=state["step"]), ranks, keep)
+    own.start(prepare_save(flatten(state), target, ranks, step=state["step"], layout=layout), ranks, keep)
     return lambda: writer._run(sent[0], Arena(own._arena.descriptor))
 
 
-def main(folder: Path, fault: str = "kill", rows: int = 30) -> None:
+def main(folder: Path, fault: str = "kill", rows: int = 30, layout: Any = "files") -> None:
     storage._NEW = 0.0  # rests may be removed at once
 
     def whole(path: Path, seed: int) -> bool:
         return loads(path, seed, rows)
 
     def saved(path: Path, seed: int) -> None:
-        save(state(seed, rows), checkpoint_id=path, no_dist=True)
+        save(state(seed, rows), checkpoint_id=path, no_dist=True, layout=layout)
 
     points = 0
     saved(folder / "old", 1)
@@ -146,7 +148,7 @@ def main(folder: Path, fault: str = "kill", rows: int = 30) -> None:
     assert whole(folder / "old", 3)
     run, beside = folder / "run", 0
     saved(run / "step-00000001", 1)
-    while ended_at(beside, fault, job_of(state(2, rows), run / "step-00000002", Keep(last=1))):
+    while ended_at(beside, fault, job_of(state(2, rows), run / "step-00000002", Keep(last=1), layout)):
         steps = steps_in(run)  # the older one is removed once the new one is there
         assert steps and all(whole(run / f"step-{step:08d}", step) for step in steps), beside
         if 2 in steps:
@@ -158,8 +160,11 @@ def main(folder: Path, fault: str = "kill", rows: int = 30) -> None:
     saved(run / "step-00000003", 3)
     assert sorted(path.name for path in folder.iterdir()) == ["last", "new", "old", "run"]
     assert sorted(path.name for path in run.iterdir()) == ["step-00000002", "step-00000003"]
-    print(f"{fault}: {points} points of a save, {replaced} of one that replaces, {beside} of one beside a training")
+    print(
+        f"{fault}, {layout}: {points} points of a save, {replaced} of one that replaces, {beside} of one beside a"
+        " training"
+    )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:3], *map(int, sys.argv[3:4]))
+    main(Path(sys.argv[1]), *sys.argv[2:3], *map(int, sys.argv[3:4]), *sys.argv[4:5])

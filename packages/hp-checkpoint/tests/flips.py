@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load
-from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.manifest import Manifest, _places
 from hp_checkpoint.tensors import array_of
 
 
@@ -58,8 +58,8 @@ def flip(folder: Path, choice: random.Random) -> tuple[bool, bool]:
     at = choice.randrange(len(content))
     changed = bytearray(content)
     changed[at] ^= 1 << choice.randrange(8)
-    entries = [e for inner in manifest.parts.values() for e in inner.values() if e.file == path.name]
-    inside = [e.name for e in entries if e.offset <= at < e.offset + e.kind.nbytes]
+    entries = [e for inner in manifest.parts.values() for e in inner.values()]
+    inside = [e.name for e in entries for file, low, high in _places(e) if file == path.name and low <= at < high]
     truth, complete = arrays(folder), arrays(folder)
     assert _error_of(truth, folder, "read") is None
     part = {key: dict(choice.sample(sorted(inner.items()), 1)) for key, inner in arrays(folder).items()}

@@ -7,11 +7,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hp_checkpoint import (
+    Checkpointer,
     CheckpointError,
     FileSystemReader,
     FileSystemWriter,
@@ -86,6 +88,32 @@ def test_a_save_refuses_what_it_would_ignore(options, error, text, tmp_path, mon
     for function in (save, async_save):
         with pytest.raises(error, match=text):
             function(state_of(), no_dist=True, **options)
+    assert not list(tmp_path.iterdir())
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("place", ["s3://bucket/c", "memory://c", Path("gs://bucket/c"), "file:///c"])
+def test_a_url_is_no_folder(tmp_path, monkeypatch, place):
+    """It would be a local folder of that name; all ranks raise, also where one alone has it."""
+    monkeypatch.chdir(tmp_path)
+    rank, size = get_platform().groups.rank(), get_platform().groups.size()
+    calls = [
+        lambda at: save(state_of(), checkpoint_id=at),
+        lambda at: save(state_of(), storage_writer=FileSystemWriter(at)),
+        lambda at: async_save(state_of(), checkpoint_id=at),
+        lambda at: load(state_of(), checkpoint_id=at),
+        lambda at: save_state_dict_as_huggingface_format(at, state_of()["model"]),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="is a URL; checkpoints are read and written in folders alone. Mount the"):
+            call(place)
+        if size > 1:
+            with pytest.raises(CheckpointError, match=r"on . of 2 ranks: rank .*1: .* is a URL; checkpoints"):
+                call(place if rank else tmp_path / "c")
+    alone = [load_checkpoint, dcp_to_full_state_dict, parse_checkpoint_from_huggingface, Checkpointer]
+    for function in alone:
+        with pytest.raises(ValueError, match="is a URL; checkpoints are read and written in folders alone"):
+            function(place)
     assert not list(tmp_path.iterdir())
 
 

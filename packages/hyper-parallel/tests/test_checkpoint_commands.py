@@ -51,6 +51,18 @@ def test_files_of_each_rank(run, tmp_path):
     assert (run / "joined" / "model.safetensors").read_bytes() == truth
 
 
+def test_a_url_is_no_folder(run):
+    for arguments in (
+        ["inspect", "s3://b/c"],
+        ["verify", "s3://b/c"],
+        ["diff", "s3://b/c", run],
+        ["convert", "s3://b/c"],
+    ):
+        more = [run / "new"] if arguments[0] == "convert" else []
+        assert "is a URL; checkpoints are read and written in folders alone" in command(*arguments, *more, code=1)
+    assert "is a URL" in command("convert", run / "step-00000001", "s3://b/c", code=1)
+
+
 def test_verify(run):
     folder = run / "step-00000001"
     assert "every byte is as it was written" in command("verify", folder)

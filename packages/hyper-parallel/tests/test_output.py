@@ -23,6 +23,13 @@ def test_a_folder_that_can_not_be_written(tmp_path):
         prepare_folder(tmp_path / "file" / "run", name="x")
 
 
+def test_a_url_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match="--out: s3:/+bucket/run is a URL; checkpoints are read and written in fold"):
+        prepare_folder("s3://bucket/run", name="x")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_is_not_overwritten(tmp_path, monkeypatch):
     folder = prepare_folder(tmp_path / "run", name="x")
     (folder / "metrics.jsonl").touch()

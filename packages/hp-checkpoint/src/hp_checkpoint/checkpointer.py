@@ -25,6 +25,7 @@ from hp_checkpoint.retention import Keep, prune, step_folder, steps_in
 from hp_checkpoint.saving import prepare_save, save_state
 from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import Address, State, decode, flatten
+from hp_checkpoint.storage import local_folder
 from hp_checkpoint.tensors import array_of, kind_of
 from hp_checkpoint.tied import check_tied
 
@@ -73,6 +74,9 @@ class Checkpointer:
         verify: "read" compares what is read with its checksums, "all" all of a checkpoint.
         layout: of the files: "auto", "files" or "shards", as for `save`. Default "auto".
         beside: further files of each checkpoint by their names, the same on all ranks, such as those of a tokenizer.
+
+    Raises:
+        ValueError: an option that is none, or a URL in place of a folder.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class Checkpointer:
         check_layout(layout, "Checkpointer")
         if not isinstance(keep, Keep | None):
             raise TypeError(f"Checkpointer: keep must be a Keep, as Keep(last=2), got {keep!r}")
-        self.folder = Path(folder).absolute()
+        self.folder = local_folder(folder)
         self.keep = Keep() if keep is None else keep
         self.verify: Verify = verify
         self.layout: Layout = layout

@@ -18,6 +18,7 @@ from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.sources import open_source
 from hp_checkpoint.storage import (
     check_space,
+    local_folder,
     make_folder,
     opened,
     part_folder,
@@ -113,6 +114,7 @@ def new_folder(target: Path, needed: int = 0) -> Iterator[Path]:
     Raises:
         FileExistsError: it exists.
     """
+    local_folder(target)
     if target.exists():
         raise FileExistsError(f"{target} exists; name a folder that doesn't")
     part = part_folder(target, f"{os.getpid():x}")

@@ -10,6 +10,7 @@ from hp_checkpoint.loading import load_tensors
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import metrics_in, prune, steps_in
 from hp_checkpoint.sources import has_safetensors, open_checkpoint
+from hp_checkpoint.storage import local_folder
 from hp_checkpoint.tools import Difference, diff, faults, summary
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "faults",
     "has_safetensors",
     "load_tensors",
+    "local_folder",
     "metrics_in",
     "open_checkpoint",
     "prune",

@@ -10,6 +10,7 @@ from pathlib import Path
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.sources import has_safetensors, open_checkpoint
+from hp_checkpoint.storage import local_folder
 
 __all__ = ["FileSystemReader", "FileSystemWriter", "HuggingFaceStorageReader", "bytes_of", "place_of"]
 
@@ -44,7 +45,7 @@ class FileSystemReader:
 
     def open(self) -> Manifest:
         """Read the manifest."""
-        return open_checkpoint(Path(self.path).absolute())
+        return open_checkpoint(local_folder(self.path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class HuggingFaceStorageReader:
         Raises:
             InvalidCheckpointError: the folder has no model in safetensors.
         """
-        folder = Path(self.path).absolute()
+        folder = local_folder(self.path)
         manifest = open_checkpoint(folder)
         if not has_safetensors(folder) or "model" not in manifest.parts:
             raise InvalidCheckpointError(f"{folder} has no model in safetensors; read it by FileSystemReader")
@@ -87,12 +88,12 @@ def place_of(
 
     Raises:
         TypeError: storage is of another class.
-        ValueError: none of both is given, or two different folders.
+        ValueError: none of both is given, two different folders, or a URL.
     """
     if storage is not None and not isinstance(storage, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"storage is a {type(storage).__module__}.{type(storage).__qualname__}, expected {expected}")
-    given = [Path(each).absolute() for each in (checkpoint_id, getattr(storage, "path", None)) if each is not None]
+    given = [local_folder(each) for each in (checkpoint_id, getattr(storage, "path", None)) if each is not None]
     if not given:
         raise ValueError("no folder is given; pass checkpoint_id")
     if given[0] != given[-1]:

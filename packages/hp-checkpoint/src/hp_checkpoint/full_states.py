@@ -18,6 +18,7 @@ from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import save_state
 from hp_checkpoint.sources import TORCH_FILES
 from hp_checkpoint.state import Address, unreadable
+from hp_checkpoint.storage import local_folder
 from hp_checkpoint.tensors import is_tensor
 
 __all__ = [
@@ -65,7 +66,7 @@ def load_checkpoint(path: Folder) -> dict[str, Any]:
         CheckpointError: its files can't be read.
         ValueError: a value that can't be read without running code.
     """
-    return _full_state(Path(path).absolute(), FileSystemReader(path).open())
+    return _full_state(local_folder(path), FileSystemReader(path).open())
 
 
 def dcp_to_full_state_dict(dir: Folder) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def parse_checkpoint_from_huggingface(dir: Folder) -> dict[str, Any]:
         InvalidCheckpointError: it has no safetensors.
     """
     manifest = HuggingFaceStorageReader(dir).open()
-    return _full_state(Path(dir).absolute(), manifest)
+    return _full_state(local_folder(dir), manifest)
 
 
 def save_state_dict_as_huggingface_format(
@@ -112,10 +113,10 @@ def save_state_dict_as_huggingface_format(
         TypeError: a value that is no tensor.
     """
     ranks = Ranks()
-    limits: list[int] = []
+    options: list[Any] = []
 
     def check() -> bytes:
-        limits.append(bytes_of(max_shard_size))
+        options.extend([local_folder(dir), bytes_of(max_shard_size)])
         for name, value in state_dict.items():
             if not is_tensor(value):
                 raise TypeError(
@@ -125,7 +126,7 @@ def save_state_dict_as_huggingface_format(
 
     ranks.agree(check, "save")
     state = flattened({MODEL: state_dict}, ranks)
-    save_state(state, Path(dir).absolute(), ranks, versions=versions(), limit=limits[0], layout="files")
+    save_state(state, options[0], ranks, versions=versions(), limit=options[1], layout="files")
 
 
 def convert_full_checkpoint_to_dcp(src: Folder, dst: Folder, src_platform: Literal["torch", "mindspore"]) -> None:
@@ -143,11 +144,11 @@ def convert_full_checkpoint_to_dcp(src: Folder, dst: Folder, src_platform: Liter
     """
     if src_platform not in ("torch", "mindspore"):
         raise ValueError(f"src_platform={src_platform!r}: expected 'torch' or 'mindspore'")
-    source = Path(src).absolute()
+    source = local_folder(src)
     other = {".ckpt": "mindspore"} | dict.fromkeys(TORCH_FILES, "torch")
     if source.is_file() and other.get(source.suffix, src_platform) != src_platform:
         raise ValueError(f"{source} is a file of {other[source.suffix]}, and src_platform={src_platform!r}")
-    to_dcp(source, Path(dst).absolute())
+    to_dcp(source, local_folder(dst))
 
 
 def _full_state(folder: Path, manifest: Manifest) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import save_state
 from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import State, flatten
+from hp_checkpoint.storage import local_folder
 from hp_checkpoint.tensors import cast_to
 from hp_checkpoint.tied import check_tied
 
@@ -46,8 +47,10 @@ def save_model(model: Any, folder: str | os.PathLike[str], *, dtype: Any = None)
     """
     ranks = Ranks()
     states: list[Any] = []
+    places: list[Path] = []
 
     def collect() -> bytes:
+        places.append(local_folder(folder))
         state = of_model(model)
         if dtype is not None:
             own = dtype_named(name_of_dtype(dtype))
@@ -59,7 +62,7 @@ def save_model(model: Any, folder: str | os.PathLike[str], *, dtype: Any = None)
     texts = config_texts(model)
     if dtype is not None:
         texts |= {name: with_dtype(texts[name], name_of_dtype(dtype)) for name in ("config.json",) if name in texts}
-    return save_state(states[0], Path(folder).absolute(), ranks, texts=texts, versions=versions(), layout="files")
+    return save_state(states[0], places[0], ranks, texts=texts, versions=versions(), layout="files")
 
 
 def load_model(
@@ -84,18 +87,20 @@ def load_model(
         ValueError: names, shapes or dtypes that differ.
     """
     ranks = Ranks()
-    opened: list[Manifest] = []
+    opened: list[Any] = []
 
     def prepare() -> bytes:
-        opened.append(open_checkpoint(Path(folder).absolute()))
+        place = local_folder(folder)
+        opened.extend([open_checkpoint(place), place])
         return json.dumps(sorted(model_names(model))).encode()
 
     names = {name for each in ranks.agree(prepare, "load_model") for name in json.loads(each)}
     if strict:
         check_unexpected(names, opened[0])
+    manifest, place = opened
     state = of_model(model)
-    check_tied(state.aliases, opened[0], Path(folder).absolute(), ranks)
-    load_tensors(state.tensors, opened[0], Path(folder).absolute(), ranks, verify=verify, cast=cast)
+    check_tied(state.aliases, manifest, place, ranks)
+    load_tensors(state.tensors, manifest, place, ranks, verify=verify, cast=cast)
 
 
 def config_texts(model: Any) -> dict[str, bytes]:

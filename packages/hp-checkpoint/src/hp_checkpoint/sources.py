@@ -14,7 +14,7 @@ from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import Entry, check_file_name, header_length, read_header, strict_json
 from hp_checkpoint.manifest import MANIFEST, FileSums, Manifest
 from hp_checkpoint.mindspore_files import mindspore_file
-from hp_checkpoint.storage import opened, read_at, read_small
+from hp_checkpoint.storage import local_folder, opened, read_at, read_small
 from hp_checkpoint.torch_files import torch_file
 
 __all__ = ["TORCH_FILES", "has_safetensors", "open_checkpoint", "open_source"]
@@ -31,7 +31,9 @@ def open_checkpoint(folder: Path) -> Manifest:
     Raises:
         FileNotFoundError: there is no such folder.
         InvalidCheckpointError: it is no checkpoint, or a damaged one.
+        ValueError: it is a URL.
     """
+    local_folder(folder)
     if not folder.is_dir():
         beside = sorted(each.name for each in folder.parent.glob("*") if (each / MANIFEST).exists())
         has = f"; {folder.parent} has the checkpoints {', '.join(beside[-5:])}" if beside else ""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hp_checkpoint.extend import steps_in
+from hp_checkpoint.extend import local_folder, steps_in
 
 METRICS, RECORD, TEXTS, CHECKPOINTS = "metrics.jsonl", "run.json", "texts.jsonl", "checkpoints"
 
@@ -34,9 +34,13 @@ def prepare_folder(out: str | os.PathLike[str] | None, *, name: str, resume: boo
         resume: go on with the run that may be there.
 
     Raises:
-        OutputError: it can't be made or written to, or has a run that is not to go on.
+        OutputError: it can't be made or written to, is a URL, or has a run that is not to go on.
     """
     folder = Path(out) if out is not None else _unused(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        local_folder(folder)
+    except ValueError as error:
+        raise OutputError(f"--out: {error}") from None
     if not resume and ((folder / METRICS).exists() or (folder / RECORD).exists() or steps_in(folder / CHECKPOINTS)):
         fix = "go on with it by --resume auto, or choose another folder with --out"
         raise OutputError(f"{folder} has a run, which would be overwritten; {fix}")
