@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.launch import Place, RankFailure, launcher_place
+from hp_plan import ModelSection, ParallelPlan
+from hyper_parallel import ends
+from hyper_parallel.diverging import DivergedError
+from hyper_parallel.launch import Job, Place, RankFailure, launcher_place
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MSRUN = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4", "RANK_ID": "3", "DEVICE_ID": "1"}
@@ -29,4 +32,19 @@ def test_the_launcher_tells_the_place(monkeypatch, environment, place):
 def test_a_failure_that_ranks_agree_on_is_that_of_all():
     agreed = str(RankFailure(1, "reading the data failed on 1 of 2 ranks: rank 0: no such file"))
     assert agreed.startswith("all ranks have failed together. Their end:\nreading the data failed on 1 of 2 ranks: ")
+    assert str(RankFailure(1, "no tokens; give files with text", alike=True)) == "no tokens; give files with text"
     assert str(RankFailure(1, "killed")) == "rank 1 failed first; all ranks are ended. Its end:\nkilled"
+
+
+def test_only_what_all_ranks_raised_is_said_to_be_theirs(tmp_path, monkeypatch):
+    monkeypatch.setattr(ends, "_PATIENCE", 0.0)
+    job = Job(ParallelPlan(model=ModelSection(config="Qwen3Config")), flights=tmp_path)
+    error = DivergedError("the loss of step 3 is nan")
+    ends.tell_end(job, Place(1, 2, 1, 2), error)
+    assert ends.ended_alike(tmp_path, 2) is None
+    ends.tell_end(job, Place(0, 2, 0, 2), KeyError("w"))  # nothing that its user could mend
+    assert ends.ended_alike(tmp_path, 2) is None
+    ends.tell_end(job, Place(0, 2, 0, 2), error)
+    assert ends.ended_alike(tmp_path, 2) == "the loss of step 3 is nan"
+    ends.tell_end(job, Place(0, 2, 0, 2), DivergedError("the loss of step 3 is inf"))
+    assert ends.ended_alike(tmp_path, 2) is None

@@ -176,7 +176,17 @@ def test_a_rank_that_raises_ends_all_and_is_named(launcher, victim):
     assert 'raise ValueError("the weights went bad")' in err
     assert "note: the ranks that are left saved step 2, whole and verified" in err
     assert [path.name for path in (launcher.folder / run / "checkpoints").iterdir()] == ["step-00000002"]
+    assert [line["step"] for line in lines_of(launcher.folder / run)] == [1, 2], "those of whole steps"
     assert not alive(launcher.folder, run)
+
+
+def test_what_all_ranks_raise_is_said_once_and_of_none(launcher):
+    plan = write_plan(launcher.folder, "diverges")
+    launcher.begin("train", plan, "--data", "text", "--out", "diverges", *SLOW, "--set", "optimizer.lr=1e20")
+    status, _, err = launcher.finish()
+    assert status == 1
+    assert "failed first" not in err and "Traceback" not in err
+    assert err.count("start again with a smaller optimizer.lr") == 1
 
 
 def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(launcher):

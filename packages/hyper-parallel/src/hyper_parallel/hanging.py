@@ -4,7 +4,10 @@ Note [Ending a hang]
     The watch is a thread of the process that started the ranks, so it lives on whatever a rank does. It reads their
     flight recorders (`hp_platform.flight`). Where no rank of a run has moved for too long, it has all ranks write their
     stacks and kills the culprits: what hangs becomes what ends, the connections of a killed process break, and the
-    others go on as after any lost rank. A rank that was stopped is continued for its stack before it is killed.
+    others go on as after any lost rank. A rank that was stopped is continued for its stack, and stopped again: if the
+    run has come to its end meanwhile, the rank is let go.
+
+    Who waits for a rank that has ended, without an error that its launcher would hear of, is killed in its place.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ __all__ = ["Watch", "axis_of", "last_move", "watching"]
 _PATIENCE = 6  # times the limit: for the start, with the first step, for saves, validations and the end
 _STACKS = 5.0
 _LINES = 24
+_ENDED = ("", "Z")  # states of a process
 
 
 class Watch:
@@ -80,29 +84,45 @@ class Watch:
         flights = {rank: flight for rank, flight in read.items() if flight is not None}
         if len(flights) < self._ranks:  # some have not started
             return False
-        if any(_state(flight.pid) in ("", "Z") for flight in flights.values()):
-            return False  # a rank has ended: whoever started it hears of that
-        patient = any(flight.phase != "step" for flight in flights.values())
+        states = {rank: _state(flight.pid) for rank, flight in flights.items()}
+        living = [rank for rank, state in states.items() if state not in _ENDED]
+        if not living:
+            return False
+        # Of a rank that has ended with an error its launcher hears, and ends the others.
+        patient = len(living) < len(flights) or any(flight.phase != "step" for flight in flights.values())
         if idle < self._limit * (_PATIENCE if patient else 1):
             return False
         hang = find_hang(flights)
-        states = {rank: _state(flights[rank].pid) for rank in flights}
-        self._ask_for_stacks(flights, hang, states)
+        stopped = [rank for rank in hang.culprits if states[rank] == "T"]
+        self._ask_for_stacks(flights, [rank for rank in living if states[rank] != "T" or rank in stopped], stopped)
+        if stopped and self._ends(flights, living):
+            _signal(flights, stopped, signal.SIGCONT)
+            return False
         stacks = {rank: flight_stack(self._folder, rank) for rank in flights}
         self.failure = (hang.culprits[0], describe(hang, flights, states, stacks, idle, self._axes))
-        for rank in hang.culprits:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(flights[rank].pid, signal.SIGKILL)
+        culprits = [rank for rank in hang.culprits if rank in living]
+        _signal(flights, culprits or living, signal.SIGKILL)
         return True
 
-    def _ask_for_stacks(self, flights: Mapping[int, Flight], hang: Hang, states: Mapping[int, str]) -> None:
-        for rank, flight in flights.items():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(flight.pid, signal.SIGUSR1)
-                if states[rank] == "T" and rank in hang.culprits:
-                    os.kill(flight.pid, signal.SIGCONT)
+    def _ends(self, flights: Mapping[int, Flight], living: Sequence[int]) -> bool:
+        """Tell whether a run whose stopped ranks were continued has come to its end meanwhile."""
+        for rank in living:
+            now = read_flight(self._folder, rank)
+            if now is None or now.phase == "end" != flights[rank].phase or _state(now.pid) in _ENDED:
+                return True
+        return False
+
+    def _ask_for_stacks(self, flights: Mapping[int, Flight], asked: Sequence[int], stopped: Sequence[int]) -> None:
+        """Have ranks write their stacks; those that are stopped go on for it, and are stopped again."""
+        _signal(flights, asked, signal.SIGUSR1)
+        _signal(flights, stopped, signal.SIGCONT)
+        try:
+            self._await_stacks(asked)
+        finally:
+            _signal(flights, stopped, signal.SIGSTOP)
+
+    def _await_stacks(self, asked: Sequence[int]) -> None:
         deadline, before = time.monotonic() + _STACKS, [[0]] * 3
-        asked = [rank for rank in flights if states[rank] != "T" or rank in hang.culprits]
         while time.monotonic() < deadline:
             now = [len(flight_stack(self._folder, rank)) for rank in asked]
             if all(now) and all(each == now for each in before):
@@ -183,6 +203,8 @@ def _cause(hang: Hang, flights: Mapping[int, Flight], states: Mapping[int, str],
     verb = "are" if several else "is"
     stopped = [rank for rank in hang.culprits if states[rank] == "T"]
     how = f" {verb} stopped (SIGSTOP) and" if stopped == list(hang.culprits) else ""
+    if all(states[rank] in _ENDED for rank in hang.culprits):
+        how = f" {'have' if several else 'has'} ended and"
     if hang.next is not None:
         return f"{who}{how} {'have' if several else 'has'} not come to {_named(hang.next, axes)}"
     if hang.kind == "behind":
@@ -232,6 +254,12 @@ def _innermost(stack: str) -> str:
         if rest and "hp_platform" not in file:
             return f"{file.removeprefix('File ').lstrip(chr(34))}:{rest.split(' ')[0]}"
     return ""
+
+
+def _signal(flights: Mapping[int, Flight], ranks: Iterable[int], number: int) -> None:
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(flights[rank].pid, number)
 
 
 def _state(pid: int) -> str:

@@ -13,7 +13,7 @@ from hp_plan import ParallelPlan
 Resume = Literal["no", "auto"]
 
 # Errors of ranks that tell their user what to do. Any other is shown with its traceback.
-_EXPLAINED = (
+EXPLAINED = (
     *("CheckpointError", "DataError", "DivergedError", "InvalidCheckpointError", "MemoryShortage", "OutputError"),
     *("PlanError", "SettingError"),
 )
@@ -46,13 +46,21 @@ class Job:
 class RankFailure(RuntimeError):
     """Failure of a rank, which ended before its work was done.
 
+    Args:
+        rank: which.
+        reason: its error, or what killed it.
+        alike: all ranks have raised that error. Default False.
+
     Attributes:
         rank: which.
         reason: its error, or what killed it.
     """
 
-    def __init__(self, rank: int, reason: str) -> None:
+    def __init__(self, rank: int, reason: str, *, alike: bool = False) -> None:
         self.rank, self.reason = rank, reason
+        if alike:
+            super().__init__(reason)
+            return
         # What ranks agree on they raise together, and its text names those that it is about.
         together = _AGREED.search(reason.partition("\n")[0])
         own = f"rank {rank} failed first; all ranks are ended. Its end:"
@@ -72,7 +80,7 @@ def explanation(kind: str, message: str, trace: str) -> str:
         message: the error's.
         trace: the traceback.
     """
-    return message if kind in _EXPLAINED else trace
+    return message if kind in EXPLAINED else trace
 
 
 class Interrupted(RuntimeError):

@@ -106,6 +106,10 @@ class Numbers(Protocol):
         """Wait for them; get them as [ranks, numbers]."""
         ...
 
+    def ready(self) -> bool:
+        """Tell whether they are there."""
+        ...
+
 
 class Gathering(Protocol):
     """Gathering numbers of all ranks; `<framework>/gathering.py`."""

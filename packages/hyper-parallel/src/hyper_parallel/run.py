@@ -126,8 +126,9 @@ class Run:
         if resume == "auto" and steps:
             try:
                 self._load(steps)
-            except BaseException:
-                self.close()
+            except BaseException as error:  # the others may wait for this rank: it waits for nothing
+                self._batches.close()
+                self.checkpoints.__exit__(type(error))
                 raise
         self._saved = self.step
 
@@ -162,7 +163,12 @@ class Run:
         """
         every, last = self.plan.run.checkpoint_every, None
         while self.step < self._end and not self._asked:
-            launched = self._launch(last)
+            try:
+                launched = self._launch(last)
+            except Exception:
+                if last is not None and last.numbers.ready():  # the line of a whole step
+                    yield self._finished(last)
+                raise
             note_step("step", self.step)
             if self._words is None:  # now the optimizer has its states
                 within, trainer = self.plan.run.stop_within, self.trainer
@@ -267,8 +273,7 @@ class Run:
         self.peak_memory = tuple(map(int, memory))
         self._asked = bool(asked.any())
         batch = self.plan.data.batch_size
-        own = self._rows.stop - self._rows.start
-        counted = float(operations.mean()) * batch / own
+        counted = float(operations.mean()) * batch / (self._rows.stop - self._rows.start)
         loss, texts = None, ()
         if validate:
             note_step("validate", launched.step)
@@ -349,8 +354,7 @@ class Run:
             DataError: the numbers of its samples are of another order.
             OutputError: none can be read, or it is of another model or optimizer.
         """
-        trainer, problem = self.trainer, None
-        planned = hyperparameters(trainer.optimizer)
+        trainer, planned, problem = self.trainer, hyperparameters(self.trainer.optimizer), None
         for step in reversed(steps):
             try:
                 loaded = self.checkpoints.load(trainer.model, trainer.optimizer, schedule=trainer.schedule, step=step)

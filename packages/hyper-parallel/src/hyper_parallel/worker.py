@@ -22,6 +22,7 @@ from hp_platform import get_platform
 from hp_platform.extend import end_with_parent, record_flight, watch_parent
 from hyper_parallel.data import has_tokens
 from hyper_parallel.display import Reporter, make_reporter
+from hyper_parallel.ends import tell_end
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume, launcher_place
 from hyper_parallel.notes import note
@@ -84,15 +85,19 @@ def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
         # threads still let go of its last collective's tensors is aborted.
         get_platform().collectives.barrier()
         hp_platform.destroy_process_group()
-    except RuntimeError as error:
+    except Exception as error:
         if (process.peer_lost(error) or _of_another(error)) and not (stop is not None and stop.asked):
             # The launcher hears of the peer that is gone or raises, ends this rank, and reports that peer.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_PATIENCE)
+        else:
+            tell_end(job, place, error)
+            # The others may wait for this rank, as in the last barrier.
+            get_platform().groups.give_up(f"{type(error).__name__}: {error}")
         raise
 
 
-def _of_another(error: RuntimeError) -> bool:
+def _of_another(error: Exception) -> bool:
     """Tell whether an error says that a stage failed on another rank: on that one it has a cause of its own."""
     return isinstance(error, PipelineError) and isinstance(error.__cause__, PipelineError | None)
 

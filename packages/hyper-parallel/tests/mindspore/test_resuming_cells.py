@@ -89,7 +89,7 @@ def test_a_single_rank_that_raises_saves_its_last_step(tmp_path):
     run_ranks(1, fail, tmp_path)
     run_ranks(1, run, tmp_path, "adamw", {}, resume="auto")
     whole = losses(tmp_path / "whole")
-    assert losses(tmp_path) == whole[: 2 * 3] + whole[3 * 3 :]  # the numbers of step 3 were not read any more
+    assert losses(tmp_path) == whole
 
 
 def fail(folder):

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from hp_plan import ParallelPlan
 from hyper_parallel.display import make_reporter
+from hyper_parallel.ends import ended_alike
 from hyper_parallel.events import EventReader, Tail
 from hyper_parallel.hanging import last_move, watching
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
@@ -89,6 +90,9 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
                 watched.wait(show)
         except RankFailure as error:
             show_notes(job, ranks)
+            text = ended_alike(folder, ranks)
+            if text is not None:
+                raise RankFailure(error.rank, text, alike=True) from None
             hung = None if watch is None else watch.failure
             if hung is None and not _explained(error):
                 hung = error.rank, f"{error.reason}{last_move(folder, error.rank, plan.mesh.axes)}"

@@ -50,3 +50,7 @@ class Numbers:
         if self._done is not None:
             self._done.synchronize()
         return self._host.numpy().reshape(self._size, -1)
+
+    def ready(self) -> bool:
+        """Tell whether the numbers are there."""
+        return self._done is None or self._done.query()

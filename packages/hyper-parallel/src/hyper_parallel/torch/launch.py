@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hp_plan import ParallelPlan
+from hyper_parallel.ends import ended_alike
 from hyper_parallel.hanging import last_move, watching
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads, explanation
 from hyper_parallel.notes import show_notes
@@ -94,6 +95,9 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
                 return elastic_launch(config, work)(job)
             except ChildFailedError as error:
                 show_notes(job, ranks)
+                text = ended_alike(Path(name), ranks)
+                if text is not None:
+                    raise RankFailure(0, text, alike=True) from None
                 hung = watch.failure if watch is not None else None
                 raise RankFailure(*(hung or _first_failure(error, Path(name), plan.mesh.axes))) from None
             except SignalException as error:
