@@ -320,9 +320,10 @@ def check_cover(where: str, entry: Entry, chunks: Sequence[Chunk]) -> None:
         order = np.argsort(low[:, along], kind="stable")
         low, chunks = low[order], [chunks[at] for at in order.tolist()]
         high = low + np.array([chunk.sizes for chunk in chunks])
-        for one in range(len(chunks) - 1):
-            # Sorted along a dim, so those that begin behind this chunk's end there, and all after them, are apart.
-            stop = max(one + 1, int(np.searchsorted(low[:, along], high[one, along])))
+        # Sorted along a dim, so those that begin behind a chunk's end there, and all after them, are apart from it.
+        stops = np.searchsorted(low[:, along], high[:, along])
+        for one in np.flatnonzero(stops > np.arange(1, len(chunks) + 1)).tolist():
+            stop = int(stops[one])
             both = (np.maximum(low[one], low[one + 1 : stop]) < np.minimum(high[one], high[one + 1 : stop])).all(1)
             if both.any():
                 other = one + 1 + int(both.argmax())
