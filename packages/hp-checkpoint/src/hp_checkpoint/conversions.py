@@ -8,9 +8,9 @@ import numpy as np
 
 from hp_checkpoint.files import DTYPES
 
-__all__ = ["casts_to", "converted", "converts", "dtype_named", "name_of_dtype"]
+__all__ = ["FLOATS", "casts_to", "converted", "converts", "dtype_named", "name_of_dtype"]
 
-_FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
+FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _CHUNK = 1 << 20  # elements at a time
 
@@ -37,7 +37,7 @@ def dtype_named(name: str) -> str:
 
 def converts(source: str, target: str) -> bool:
     """Tell whether a dtype is converted to another one, by their names in safetensors."""
-    return {source, target} <= {*_FLOATS, "BF16"}
+    return {source, target} <= {*FLOATS, "BF16"}
 
 
 def casts_to(name: str, source: str, target: str) -> bool:
@@ -73,13 +73,13 @@ def converted(data: np.ndarray, source: str, target: str) -> np.ndarray:
 def _decoded(data: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "BF16":
         return (_aligned(data, np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return _aligned(data, _FLOATS[dtype])
+    return _aligned(data, FLOATS[dtype])
 
 
 def _encoded(values: np.ndarray, dtype: str) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype != "BF16":
-            return values.astype(_FLOATS[dtype]).view(np.uint8)
+            return values.astype(FLOATS[dtype]).view(np.uint8)
         bits = values.astype(np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16).view(np.uint8)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hp_checkpoint.api import read_values
+from hp_checkpoint.conversions import FLOATS
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import Entry
 from hp_checkpoint.loading import verify_files
@@ -20,8 +21,6 @@ from hp_checkpoint.state import Unreadable
 from hp_checkpoint.streams import stream
 
 __all__ = ["Difference", "diff", "faults", "summary"]
-
-_FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ def diff(one: Path, other: Path, *, tolerance: float = 0.0) -> list[Difference]:
 
 
 def _compared(entries: tuple[Entry, Entry], folders: tuple[Path, Path], tolerance: float) -> str | None:
-    dtype = _FLOATS.get(entries[0].kind.dtype)
+    dtype = FLOATS.get(entries[0].kind.dtype)
     unequal, largest = 0, 0.0
     chunks = [stream(entry, folder) for entry, folder in zip(entries, folders, strict=True)]
     for a, b in zip(*chunks, strict=True):
