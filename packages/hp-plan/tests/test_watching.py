@@ -55,6 +55,22 @@ def test_prompts_that_nothing_goes_on_with_are_refused(tables, text):
 
 
 @pytest.mark.framework("torch")
+def test_the_best_of_checkpoints_without_a_loss_are_refused():
+    validated = {"validation": {"paths": ["text"], "every": 4}}
+    for tables, text in (
+        ({"run": {"keep_best": 1, "checkpoint_every": 4}}, "got 1, but nothing is validated"),
+        ({"run": {"keep_best": 2}, **validated}, "got 2, which nothing uses without run.checkpoint_every"),
+        (
+            {"run": {"keep_best": 2, "checkpoint_every": 6}, **validated},
+            "got 2, but checkpoints are every 6 steps and validated every 4",
+        ),
+    ):
+        (found,) = check_plan(ParallelPlan.from_dict(tables))
+        assert found.key == "run.keep_best" and found.message.startswith(text)
+    assert not check_plan(ParallelPlan.from_dict({"run": {"keep_best": 2, "checkpoint_every": 8}, **validated}))
+
+
+@pytest.mark.framework("torch")
 def test_no_key_of_validation_is_ignored():
     for section, key in (({"every": 3}, "every"), ({"prompt_tokens": 3}, "prompt_tokens"), ({"batches": 3}, "batches")):
         others = {} if key == "every" else {"paths": ["x"]} if key == "prompt_tokens" else {"prompts": ["x"]}

@@ -42,6 +42,8 @@ DROPOUT = {
     "config": "GPT2Config",
     "overrides": {"vocab_size": 256, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "resid_pdrop": 0.5},
 }
+# Keys of `[run]` that tests change.
+OF_RUN = ("seed", "deterministic", "accumulate", "checkpoint_layout", "keep", "keep_best")
 
 
 def run(folder, mesh, steps=3, model=None, *, changed=None, optimizer="adamw", **options):
@@ -66,8 +68,7 @@ def run(folder, mesh, steps=3, model=None, *, changed=None, optimizer="adamw", *
         if name in ("validation", "profile", "experts", "metrics"):
             tables[name] = value
         else:
-            of_run = ("seed", "deterministic", "accumulate", "checkpoint_layout")
-            tables["run" if name in of_run else "data"][name] = value
+            tables["run" if name in OF_RUN else "data"][name] = value
     plan = ParallelPlan.from_dict(tables)
     return train(plan, prepare_folder(folder / "run", name="x", resume="resume" in options), **options)
 

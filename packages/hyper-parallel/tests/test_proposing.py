@@ -60,7 +60,7 @@ def test_memory_decides():
     assert proposed("64GiB", "mesh.tp=4", "mesh.dp_shard=2", "data.sequence_length=64").mesh.axes["tp"] == 4
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch):
     small = {key: value for key, value in SWEEP.FAMILIES["LlamaConfig"].items() if key != "max_position_embeddings"}
     model = build_model(ParallelPlan.from_dict({"model": {"config": "LlamaConfig", "overrides": small}}))
     model.save_pretrained(tmp_path / "model")
@@ -71,9 +71,17 @@ def test_the_command(tmp_path):
     assert "data.paths or train --data names other text" in out.read_text()
     assert "# About" in out.read_text() and "lr = 2e-05" in out.read_text()
     assert CliRunner().invoke(cli.app, ["lint", str(out)]).exit_code == 0
+    assert tomllib.loads(out.read_text())["model"]["path"] == str(tmp_path / "model")
     again = CliRunner().invoke(cli.app, arguments)
     assert again.exit_code == 1 and "exists; remove it" in again.output
     unknown = CliRunner().invoke(cli.app, ["init", "--model", "LamaConfig", "--ranks", "2"])
     assert unknown.exit_code == 1 and "LlamaConfig" in unknown.output
     nothing = CliRunner().invoke(cli.app, ["init", "--model", "llama", "--ranks", "2"])
     assert nothing.exit_code == 1 and "'llama' is no folder here" in nothing.output
+    monkeypatch.chdir(tmp_path)
+    Path("plans").mkdir()
+    for name, path in (("own.toml", "model"), ("plans/there.toml", "../model")):
+        done = CliRunner().invoke(cli.app, ["init", "--model", "model", "--ranks", "2", "--out", name])
+        assert done.exit_code == 0, done.output
+        assert tomllib.loads(Path(name).read_text())["model"]["path"] == path
+        assert CliRunner().invoke(cli.app, ["lint", name]).exit_code == 0

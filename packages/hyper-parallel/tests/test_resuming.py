@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from hp_checkpoint.extend import to_hugging_face
-from hp_plan import lint
+from hp_plan import ParallelPlan, lint
 from hp_platform import get_platform
 from hp_testing import on_ranks, run_ranks
+from hyper_parallel import cli
 from hyper_parallel.data import DataError, write_tokens
 from hyper_parallel.output import OutputError, Step, as_json
+from hyper_parallel.position import check_resume
 from hyper_parallel.run import keep_lines
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -101,6 +104,27 @@ def test_other_samples_under_the_numbers_of_a_run(tmp_path):
     run_ranks(1, refused, tmp_path)
     (summary,) = run_ranks(1, run, tmp_path, {}, 2, changed={"batch_size": 2}, resume="auto")
     assert (summary.steps, summary.tokens) == (2, (4 + 2) * 8)
+
+
+def test_what_forbids_to_go_on_is_found_before_ranks_start(tmp_path, begun, monkeypatch):
+    folder, other = begun / "run", tmp_path / "other"
+    other.write_bytes(b"to be or not to see " * 20)
+    monkeypatch.setattr(cli, "_prepare", lambda *_: 1)
+    monkeypatch.setattr(cli, "_run", lambda *_: "ranks")
+    monkeypatch.setattr(cli, "_checked", lambda tables, *_, **__: ParallelPlan.from_dict(tables))
+    command = ["train", str(folder / "plan.toml"), "--out", str(folder), "--resume", "auto", "--set"]
+    for value, text in (
+        ("run.seed=5", "step-00000003 can't go on with its data, whose samples are numbered anew: run.seed was 0 and"),
+        ("data.sequence_length=9", "data.sequence_length was 8 and is 9"),
+        (f"data.paths=['{other}']", "digest of the data was ["),
+    ):
+        done = CliRunner().invoke(cli.app, [*command, value])
+        assert done.exit_code == 1 and text in done.output, done.output
+    assert CliRunner().invoke(cli.app, [*command, "run.steps=4"]).exit_code == 0
+    damage(next((shutil.copytree(begun, tmp_path / "copy") / "run" / "checkpoints").iterdir()) / "state.json")
+    plan = ParallelPlan.from_toml(folder / "plan.toml")
+    check_resume(plan, tmp_path / "copy" / "run")  # the ranks pass over a checkpoint that is damaged
+    check_resume(plan, tmp_path / "none")
 
 
 def refused(folder):

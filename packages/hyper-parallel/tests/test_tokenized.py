@@ -19,7 +19,7 @@ from hp_testing import on_ranks
 from hyper_parallel.checking import check_run
 from hyper_parallel.data import DataError, TokenFile, opening, write_tokens
 from hyper_parallel.run import Run
-from hyper_parallel.tokenized import tokenizer_files, tokenizer_of, with_tokens
+from hyper_parallel.tokenized import token_files, tokenizer_files, tokenizer_of, with_tokens
 from hyper_parallel.worker import train
 
 pytestmark = pytest.mark.framework("torch")  # transformers, whose model and tokenizer it is
@@ -139,6 +139,18 @@ def test_text_as_bytes_is_read_once(place, monkeypatch):
     with Run(alone, place / "run") as run:
         assert run.contents[0].tokens == 380 and len(run.samples) == 47
     assert text.call_count == 1
+
+
+@pytest.mark.framework("torch")
+@pytest.mark.parametrize("weights", [(), (2, 1)], ids=str)
+def test_a_launcher_knows_the_files_that_ranks_will_read(place, weights):
+    paths = [str(place / name) for name in ("a.txt", "b.jsonl")]
+    plan = plan_of(place, paths=paths, field="body", weights=weights)
+    assert token_files(plan, place / "run") is None, "they are still to be written"
+    written = with_tokens(plan, place / "run", Ranks())
+    assert token_files(plan, place / "run") == written.data == token_files(written, place / "run")
+    (place / "a.txt").write_text("not to be " * 20)
+    assert token_files(plan, place / "run") is None
 
 
 @pytest.mark.framework("torch")

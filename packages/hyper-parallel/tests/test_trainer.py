@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hp_testing import on_ranks, run_ranks
 from hyper_parallel.data import Packed, Rows, TokenFile, write_tokens
 from hyper_parallel.torch import gathering
 from hyper_parallel.torch.trainer import Trainer
+from hyper_parallel.validation import Validation
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from small_runs import DROPOUT, EXPERTS, TABLES, losses, run, validations
@@ -107,6 +109,21 @@ def test_validation_changes_nothing_of_the_training(tmp_path):
     texts = [json.loads(line) for line in (tmp_path / "with" / "run" / "texts.jsonl").read_text().splitlines()]
     assert [text["step"] for text in texts] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert all(text["text"].startswith(("to be", "or")) for text in texts)
+
+
+def test_the_checkpoints_with_the_smallest_validation_loss_stay(tmp_path):
+    run_ranks(2, validated_as, tmp_path, [3.0, 1.0], until=5)
+    run_ranks(2, validated_as, tmp_path, [4.0, 2.0], resume="auto")
+    folders = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    metrics = {folder.name: json.loads((folder / "manifest.json").read_text())["metric"] for folder in folders}
+    assert metrics == {"step-00000004": 1.0, "step-00000008": 2.0}
+
+
+def validated_as(folder, losses, **options):
+    """A run whose validations give these losses, and which is stopped between two of them."""
+    with mock.patch.object(Validation, "loss", lambda *_: losses.pop(0)):
+        changed = {"keep": 1, "keep_best": 2}
+        run(folder, {"dp_shard": 2}, 8, changed=changed, **options)
 
 
 def test_texts_are_those_of_one_process(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hp_checkpoint.api import read_values
 from hp_checkpoint.dcp_export import to_dcp
 from hp_checkpoint.export import TOKENIZER_FILES, to_hugging_face
 from hp_checkpoint.files import Chunk, Entry, Kind
@@ -29,6 +30,7 @@ __all__ = [
     "metrics_in",
     "open_checkpoint",
     "prune",
+    "read_values",
     "steps_in",
     "summary",
     "to_dcp",

@@ -32,7 +32,7 @@ from hp_plan.packing import check_packing
 from hp_plan.pipelines import check_pipeline
 from hp_plan.plan import ParallelPlan
 from hp_plan.tables import StyleChoice, choose_styles
-from hp_plan.watching import check_profile, check_validation
+from hp_plan.watching import check_best, check_profile, check_validation
 from hp_platform import get_platform
 from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
 
@@ -333,6 +333,7 @@ _OF_NUMBERS = (
     check_accumulation,
     check_deterministic,
     check_validation,
+    check_best,
     check_profile,
     check_saving,
     check_group_values,

@@ -21,6 +21,23 @@ def check_validation(plan: ParallelPlan) -> list[Diagnostic]:
     return diagnostics
 
 
+def check_best(plan: ParallelPlan) -> list[Diagnostic]:
+    """Refuse to compare checkpoints that have no validation loss."""
+    best, run, every = plan.run.keep_best, plan.run, plan.validation.every
+    if not best:
+        return []
+    if not plan.validation.paths:
+        message = f"got {best}, but nothing is validated, so checkpoints have no loss to compare"
+        return [Diagnostic("run.keep_best", message, "leave it out, or give validation.paths")]
+    if not run.checkpoint_every:
+        message = f"got {best}, which nothing uses without run.checkpoint_every"
+        return [Diagnostic("run.keep_best", message, "leave it out, or give run.checkpoint_every")]
+    if run.checkpoint_every % every:
+        message = f"got {best}, but checkpoints are every {run.checkpoint_every} steps and validated every {every}"
+        return [Diagnostic("run.keep_best", message, "make run.checkpoint_every a multiple of validation.every")]
+    return []
+
+
 def _no_text(plan: ParallelPlan) -> str | None:
     """Say why a model can't generate, as far as the plan tells."""
     for axis in ("pp", "cp"):

@@ -41,6 +41,7 @@ from hyper_parallel.display import make_console, settings_table, verify_table
 from hyper_parallel.launch import Job, Resume, inside_launcher, launcher_place
 from hyper_parallel.output import OutputError, claimed, prepare_folder
 from hyper_parallel.port import launcher
+from hyper_parallel.position import check_resume
 from hyper_parallel.proposing import init
 from hyper_parallel.reporting import leads, say, saying_what_is_saved, show_diagnostics, user_errors
 from hyper_parallel.version import Version
@@ -108,6 +109,8 @@ def train(
         checked = _checked(tables, ranks, training=True)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
         folder = prepare_folder(out, name=plan.stem, resume=resume != "no") if leads() else Path()
+        if resume != "no" and not inside_launcher():
+            check_resume(checked, folder)
         with claimed(folder) if leads() else nullcontext(), saying_what_is_saved(folder):
             _run(worker.train_rank, Job(checked, folder, json_lines, resume, until), ranks)
 

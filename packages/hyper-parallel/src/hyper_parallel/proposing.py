@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +41,10 @@ def init(
         os.environ["HF_HUB_OFFLINE"] = "1"
         if out is not None and out.exists():
             raise OutputError(f"{out} exists; remove it, or choose another file with --out")
-        text = plan_text(proposal_of(model, ranks, memory=memory, assignments=assignments or ()), memory=memory)
+        proposal = proposal_of(model, ranks, memory=memory, assignments=assignments or ())
+        if out is not None:
+            proposal = _beside(proposal, out)
+        text = plan_text(proposal, memory=memory)
         if out is None:
             typer.echo(text, nl=False)
             return
@@ -54,7 +58,7 @@ def proposal_of(
     """Choose a plan.
 
     Args:
-        model: a folder, or the name of a configuration class.
+        model: a folder, which the plan names as it is given here, or the name of a configuration class.
         ranks: their number.
         memory: of a rank.
         assignments: `key=value`, of what is not to be chosen.
@@ -74,12 +78,22 @@ def proposal_of(
         message = f"{model!r} is no folder here, and no configuration class of transformers"
         raise PlanError([Diagnostic("--model", message, "give a folder with a config.json, or such as LlamaConfig")])
     tables: dict[str, Any] = {
-        "model": {"path": str(Path(model).resolve())} if folder else {"config": model},
+        "model": {"path": model} if folder else {"config": model},
         "optimizer": {"lr": 2e-5 if folder else 1e-3},
         "schedule": {"kind": "cosine", "warmup_steps": 10, "final": 0.1},
         "run": {"grad_clip": 1.0},
     }
     return propose(override(tables, assignments), ranks, memory=limit)
+
+
+def _beside(proposal: Proposal, out: Path) -> Proposal:
+    """Name the model as the plan's file will find it: a path that is relative here is relative to the file there."""
+    path = proposal.tables["model"].get("path")
+    folder, here = out.parent.resolve(), Path.cwd().resolve()
+    if path is None or Path(path).is_absolute() or folder == here:
+        return proposal
+    tables = {**proposal.tables, "model": {**proposal.tables["model"], "path": os.path.relpath(here / path, folder)}}
+    return dataclasses.replace(proposal, tables=tables)
 
 
 def plan_text(proposal: Proposal, *, memory: str | None = None) -> str:

@@ -27,6 +27,7 @@ from hyper_parallel.launch import Resume
 from hyper_parallel.output import CHECKPOINTS, OutputError, Step, replace_text
 from hyper_parallel.peaks import known_peak
 from hyper_parallel.port import Numbers, Trainer, gathering, shortages, training
+from hyper_parallel.position import check_order, order
 from hyper_parallel.profiling import Profile
 from hyper_parallel.prompts import Prompts
 from hyper_parallel.shortage import MemoryShortage, report, write
@@ -116,10 +117,11 @@ class Run:
         self.peak_memory: tuple[int, ...] = ()
         self._end = plan.run.steps if until is None else min(until, plan.run.steps)
         self._asked = self._updating = False
+        self._losses: dict[int, float] = {}  # of the newest step that was validated
         self._words: LastWords | None = None
         self._tell = tell
         beside = agreed_files(given, self.ranks)
-        keep, layout = Keep(last=plan.run.keep), plan.run.checkpoint_layout
+        keep, layout = Keep(last=plan.run.keep, best=plan.run.keep_best or None), plan.run.checkpoint_layout
         self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=keep, layout=layout, beside=beside)
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
         steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
@@ -197,8 +199,10 @@ class Run:
     def save(self) -> Path:
         """Save a checkpoint of the steps that are done, beside the training; return the folder that it will have."""
         trainer, data = self.trainer, self._position(self.trainer.experts())
+        metric = self._losses.get(self.step, math.nan if self.plan.run.keep_best else None)
+        options: dict[str, Any] = {"schedule": trainer.schedule, "data": data, "metric": metric}
         note_step("save", self.step)
-        self.checkpoints.save(self.step, trainer.model, trainer.optimizer, schedule=trainer.schedule, data=data)
+        self.checkpoints.save(self.step, trainer.model, trainer.optimizer, **options)
         self._saved = self.step
         note_step("step", self.step)
         return self.checkpoints.path(self.step)
@@ -277,7 +281,9 @@ class Run:
         loss, texts = None, ()
         if validate:
             note_step("validate", launched.step)
-            loss = None if self._validation is None else self._validation.loss(self.trainer, self.ranks)
+            if self._validation is not None:
+                loss = self._validation.loss(self.trainer, self.ranks)
+                self._losses = {launched.step: loss}
             texts = () if self._prompts is None else self._prompts.texts()
         return Step(
             step=launched.step,
@@ -312,18 +318,7 @@ class Run:
             self._tell(text)
 
     def _position(self, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-        return {"sample": self.sample, "experts": experts, **self._order()}
-
-    def _order(self) -> dict[str, Any]:
-        """Return what decides which sample a number is."""
-        data = self.plan.data
-        return {
-            "run.seed": self.plan.run.seed,
-            "data.sequence_length": data.sequence_length,
-            "data.packing": data.packing,
-            "data.weights": list(data.weights),
-            "digest of the data": [content.digest for content in self.contents],
-        }
+        return {"sample": self.sample, "experts": experts, **order(self.plan, self.contents)}
 
     def _agreed_contents(self) -> tuple[tuple[Content, ...], Opened]:
         """Open and describe the training data, which all ranks have alike.
@@ -369,13 +364,8 @@ class Run:
             if texts := changes(planned, hyperparameters(trainer.optimizer)):
                 message = f"the optimizer's {'; '.join(texts)}"
                 raise OutputError(f"{loaded.folder} doesn't fit the plan: {message}; {_GO_ON}")
-            own, saved = self._order(), loaded.data
-            changed = [name for name in own if saved.get(name) != own[name]]
-            if changed:
-                texts = "; ".join(f"{name} was {saved.get(name)} and is {own[name]}" for name in changed)
-                message = f"{loaded.folder} can't go on with its data, whose samples are numbered anew: {texts}"
-                fix = f"set it back, or start a run elsewhere with --weights {loaded.folder / 'model.safetensors'}"
-                raise DataError(message, fix)
+            saved = loaded.data
+            check_order(order(self.plan, self.contents), saved, loaded.folder)
             self.step, self.sample = loaded.step, int(saved["sample"])
             trainer.go_on(loaded.step, saved.get("experts"))
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def with_tokens(plan: ParallelPlan, folder: Path, ranks: Ranks) -> ParallelPlan:
 
     written = {name: tuple(paths) for name, paths in json.loads(ranks.first(write, "tokenizing")).items()}
     if "data" in written:
-        data = dataclasses.replace(plan.data, paths=written["data"], tokenizer=None, field="text")
+        data = _of_tokens(plan.data, written["data"])
         plan = dataclasses.replace(plan, data=data)
         check_data(data)
     if "validation" in written:
@@ -157,12 +158,42 @@ def with_tokens(plan: ParallelPlan, folder: Path, ranks: Ranks) -> ParallelPlan:
     return plan
 
 
-def _write(section: DataSection, tokenizer: Any, folder: Path, name: str) -> list[str]:
-    """Write a file of tokens for all paths, or one each where they have weights; return their names."""
-    folder.mkdir(parents=True, exist_ok=True)
+def token_files(plan: ParallelPlan, folder: Path) -> DataSection | None:
+    """Return the plan's data as its ranks will read it; None where they have to tokenize its text first.
+
+    Args:
+        plan: the plan.
+        folder: of the run.
+
+    Raises:
+        DataError: the tokenizer or a path can't be read.
+    """
+    section = plan.data
+    tokenizer = None if has_tokens(section) else tokenizer_of(plan)
+    if tokenizer is None:
+        return section
+    files = _files(section, folder / TOKENS, "data")
+    if not all(is_prepared(paths, stem, tokenizer, field=section.field) for stem, paths in files.items()):
+        return None
+    return _of_tokens(section, [f"{stem}.bin" for stem in files])
+
+
+def _of_tokens(section: DataSection, paths: Sequence[str]) -> DataSection:
+    return dataclasses.replace(section, paths=tuple(paths), tokenizer=None, field="text")
+
+
+def _files(section: DataSection, folder: Path, name: str) -> dict[Path, list[str]]:
+    """Name a file of tokens for all paths, or one each where they have weights: without its suffix -> its paths."""
     groups = [[path] for path in section.paths] if section.weights else [list(section.paths)]
     stems = [folder / (name if len(groups) == 1 else f"{name}-{number}") for number in range(len(groups))]
-    for stem, paths in zip(stems, groups, strict=True):
+    return dict(zip(stems, groups, strict=True))
+
+
+def _write(section: DataSection, tokenizer: Any, folder: Path, name: str) -> list[str]:
+    """Write the files of tokens that are not there; return their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = _files(section, folder, name)
+    for stem, paths in files.items():
         if not is_prepared(paths, stem, tokenizer, field=section.field):
             prepare(paths, stem, tokenizer, field=section.field)
-    return [f"{stem}.bin" for stem in stems]
+    return [f"{stem}.bin" for stem in files]

@@ -60,6 +60,9 @@ class RunSection:
             each rank that writes, which `hyper-parallel checkpoint convert` joins; `"auto"` takes the first unless two
             ranks can't write one file in the run's folder, which it tries.
         keep: so many checkpoints, the newest.
+        keep_best: so many with the smallest validation loss as well; `checkpoint_every` is a multiple of
+            `validation.every` then. A checkpoint of a step that was not validated, as when the run is stopped, is none
+            of them.
         stop_within: seconds between SIGTERM and the end of a rank: enough for a step and a checkpoint.
         hang_after: seconds without a move of any rank after which a run is ended, with the name of the rank that holds
             it up; six times as many before the end of the first step, in a save and at the end. 0 waits forever.
@@ -75,6 +78,7 @@ class RunSection:
     checkpoint_every: int = at_least(0, 0)
     checkpoint_layout: Literal["auto", "files", "shards"] = "auto"
     keep: int = at_least(1, 2)
+    keep_best: int = at_least(0, 0)
     stop_within: float = more_than(0.0, 25.0)
     hang_after: float = at_least(0.0, 300.0)
 
