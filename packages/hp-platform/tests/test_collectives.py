@@ -390,14 +390,7 @@ def test_observers_are_told_the_end_of_each_collective():
         handle.wait()
     finally:
         collectives.observers.remove(observe)
-    kinds = [
-        "all_gather",
-        "reduce_scatter",
-        "all_to_all",
-        "broadcast",
-        ("send", "recv")[rank()],
-        "barrier",
-        "all_reduce",
-    ]
+    sent = ("send", "recv")[rank()]
+    kinds = ["all_gather", "reduce_scatter", "all_to_all", "broadcast", sent, "barrier", "all_reduce"]
     assert seen == [f"{kind} {what}" for kind in kinds for what in ("begins", "ends")]
     assert as_array(two).tolist() == [2.0, 2.0]
