@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from hp_testing import run_ranks
 from hp_testing.processes import rank_processes
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -118,6 +119,7 @@ def test_training_joins_ranks_that_are_there(folder):
     """As in torchrun's processes: they have its environment, and the store is another process's."""
     from torch.distributed import TCPStore
 
+    run_ranks(1, os.getpid)  # starts the server of processes with all libraries, of which pools are forked, too
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with rank_processes(join_as_of_torchrun, 2, folder, store.port) as (_, connections):
         assert all(connection.poll(LIMIT) for connection in connections)
