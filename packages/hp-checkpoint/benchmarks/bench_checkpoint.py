@@ -2,7 +2,9 @@
 
 The state is 32 matrices of float32, Shard(0) over two ranks; it is loaded in the same layout and as Shard(1). CPU
 seconds are the sum of both ranks' (user and system), the least of five interleaved rounds; bytes read are those of
-/proc/self/io. Run it on an idle machine: `python bench_checkpoint.py [--mib 256] [--folder FOLDER]`.
+/proc/self/io. Steps beside a background save are products of matrices on each rank; where the machine has as many cores
+as there are ranks, the writers have none of their own. Run it on an idle machine:
+`python bench_checkpoint.py [--mib 256] [--folder FOLDER]`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import statistics
 import tempfile
 import time
 import warnings
@@ -102,6 +105,7 @@ def rank_main(rank: int, folder: str, mib: int, store: str) -> None:
             read = f", {reads[name] / total:.2f} x read" if "load" in name else ""
             print(f"{name}: {took:.3f} s CPU, {took / seconds[peer]:.2f} of DCP's{read}")
     stall(base, rank, full)
+    steps_beside(base, rank, full)
 
 
 def stall(base: Path, rank: int, full: list[torch.Tensor]) -> None:
@@ -126,6 +130,38 @@ def stall(base: Path, rank: int, full: list[torch.Tensor]) -> None:
         print(
             f"background save: stops for {best['stall']:.3f} s CPU, a copy of the state takes {best['copy']:.3f} s:"
             f" {best['stall'] / best['copy']:.2f}"
+        )
+
+
+def steps_beside(base: Path, rank: int, full: list[torch.Tensor]) -> None:
+    """Print how long steps take while a writer writes, beside those before."""
+    model = torch.nn.Module()
+    for number, tensor in enumerate(full):
+        setattr(model, f"t{number}_{rank}", torch.nn.Parameter(tensor.chunk(RANKS)[rank].clone()))
+    matrix = torch.randn(768, 768)
+    alone: list[float] = []
+    beside: list[float] = []
+
+    def step(times: list[float]) -> None:
+        begin = time.perf_counter()
+        torch.mm(matrix, matrix)
+        torch.mm(matrix, matrix)
+        times.append(time.perf_counter() - begin)
+
+    with Checkpointer(base / "beside") as checkpoints:
+        for number in range(ROUNDS):
+            dist.barrier()
+            for _ in range(20):
+                step(alone)
+            pending = checkpoints.save(number, model)
+            while not pending.done():
+                step(beside)
+            pending.wait()
+    if rank == 0:
+        before, while_written = statistics.mean(alone), statistics.mean(beside)
+        print(
+            f"steps beside the writer: {len(beside)} of {while_written * 1e3:.1f} ms on average, {before * 1e3:.1f} ms"
+            f" without it: {while_written / before:.2f}"
         )
 
 
