@@ -1,7 +1,7 @@
 """Save and load on two gloo ranks against torch.distributed.checkpoint and safetensors: CPU seconds, and bytes read.
 
-The state is 32 matrices of float32, Shard(0) over two ranks; it is loaded in the same layout and as Shard(1). CPU
-seconds are the sum of both ranks' (user and system), the least of five interleaved rounds; bytes read are those of
+The state is 32 matrices of float32, Shard(0) over two ranks; it is saved and loaded in the same layout and as Shard(1).
+CPU seconds are the sum of both ranks' (user and system), the least of five interleaved rounds; bytes read are those of
 /proc/self/io. Steps beside a background save are products of matrices on each rank; where the machine has as many cores
 as there are ranks, the writers have none of their own. Run it on an idle machine:
 `python bench_checkpoint.py [--mib 256] [--folder FOLDER]`.
@@ -82,18 +82,30 @@ def rank_main(rank: int, folder: str, mib: int, store: str) -> None:
         "save: ours, with fsync and checksums": lambda: save({"model": saved["ours"]}, checkpoint_id=base / "ours"),
         "save: DCP": lambda: dcp.save(saved["dcp"], checkpoint_id=base / "dcp"),
         "save: safetensors, a file each": lambda: save_file(plain, base / f"plain-{rank}.safetensors"),
+        "save Shard(1): ours": lambda: save({"model": other["ours"]}, checkpoint_id=base / "ours-1"),
+        "save Shard(1): ours, a file each": lambda: save(
+            {"model": other["ours"]}, checkpoint_id=base / "ours-1s", layout="shards"
+        ),
+        "save Shard(1): DCP": lambda: dcp.save(other["dcp"], checkpoint_id=base / "dcp-1"),
         "load: ours": lambda: load({"model": same["ours"]}, checkpoint_id=base / "ours"),
         "load: DCP": lambda: dcp.load(same["dcp"], checkpoint_id=base / "dcp"),
         "load: safetensors, a file each": copy_loaded,
         "load as Shard(1): ours": lambda: load({"model": other["ours"]}, checkpoint_id=base / "ours"),
         "load as Shard(1): DCP": lambda: dcp.load(other["dcp"], checkpoint_id=base / "dcp"),
     }
+    places = {
+        "save: ours, with fsync and checksums": "ours",
+        "save: DCP": "dcp",
+        "save Shard(1): ours": "ours-1",
+        "save Shard(1): ours, a file each": "ours-1s",
+        "save Shard(1): DCP": "dcp-1",
+    }
     seconds: dict[str, float] = {}
     reads: dict[str, int] = {}
     for round_ in range(ROUNDS):
         for name, action in cases.items():
-            if rank == 0 and name.startswith("save") and "safetensors" not in name:
-                shutil.rmtree(base / ("ours" if "ours" in name else "dcp"), ignore_errors=True)
+            if rank == 0 and name in places:
+                shutil.rmtree(base / places[name], ignore_errors=True)
             took, reads[name] = measured(action)
             seconds[name] = took if round_ == 0 else min(seconds[name], took)
     for name, value in other["ours"].items():

@@ -28,5 +28,5 @@ def check_finite(step: int, loss: float, norm: float, *, saved: str | None) -> N
     kept = "there is no checkpoint yet" if saved is None else f"the newest checkpoint is {saved}"
     fix = "start again with a smaller optimizer.lr, with run.grad_clip or with schedule.warmup_steps"
     if saved is not None:
-        fix += f", from its weights by --weights {saved}/model.safetensors"
+        fix += f", from its weights by --weights {saved}"
     raise DivergedError(f"{what}, so the weights after it are worth nothing and are not saved; {kept}; {fix}")

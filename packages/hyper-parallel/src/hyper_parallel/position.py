@@ -47,7 +47,7 @@ def check_order(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) 
     if changed:
         texts = "; ".join(f"{name} was {saved.get(name)} and is {own[name]}" for name in changed)
         message = f"{folder} can't go on with its data, whose samples are numbered anew: {texts}"
-        fix = f"set it back, or start a run elsewhere with --weights {folder / 'model.safetensors'}"
+        fix = f"set it back, or start a run elsewhere with --weights {folder}"
         raise DataError(message, fix)
 
 
