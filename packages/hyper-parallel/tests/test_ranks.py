@@ -288,6 +288,7 @@ def test_a_run_that_is_terminated_goes_on_where_it_was(launcher):
     status, _, err = launcher.finish()
     assert status == 0, err
     options = ["train", write_plan(folder, run, end="wait"), "--data", "text", "--out", run, "--json", "--steps", "20"]
+    options += ["--set", f"run.stop_within={LIMIT}"]  # it ends when it has saved, and does not wait for this
     launcher.begin(*options)
     wait_until(lambda: launcher.written("out").count("\n") > 3)
     launcher.process.send_signal(signal.SIGTERM)

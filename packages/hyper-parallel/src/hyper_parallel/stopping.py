@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 
 _STATUS = 128 + signal.SIGTERM
+_RETURNED = 0.5  # seconds, by when a rank's result is in the launcher's pipe
 
 
 class Stop:
@@ -31,6 +33,21 @@ class Stop:
         if self.asked:
             os._exit(_STATUS)
         self.asked = True
-        end = threading.Timer(self._within, os._exit, (_STATUS,))
-        end.daemon = True
-        end.start()
+        _after(self._within, _STATUS)
+
+    def end(self) -> None:
+        """End a rank that was forked and whose work is done, if it was asked to stop.
+
+        It would wait until torchrun's launcher has read its result, and one that got the signal too never does.
+        """
+        if self.asked:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            _after(_RETURNED, 0)
+
+
+def _after(seconds: float, status: int) -> None:
+    """End the process, whatever it does then."""
+    timer = threading.Timer(seconds, os._exit, (status,))
+    timer.daemon = True
+    timer.start()

@@ -85,6 +85,8 @@ def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
         # threads still let go of its last collective's tensors is aborted.
         get_platform().collectives.barrier()
         hp_platform.destroy_process_group()
+        if stop is not None and multiprocessing.parent_process() is not None:
+            stop.end()
     except Exception as error:
         if (process.peer_lost(error) or _of_another(error)) and not (stop is not None and stop.asked):
             # The launcher hears of the peer that is gone or raises, ends this rank, and reports that peer.
