@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hp_checkpoint import save
 from hp_checkpoint.extend import to_hugging_face
 from hp_plan import ParallelPlan, lint
 from hp_platform import get_platform
@@ -124,6 +125,9 @@ def test_what_forbids_to_go_on_is_found_before_ranks_start(tmp_path, begun, monk
     plan = ParallelPlan.from_toml(folder / "plan.toml")
     check_resume(plan, tmp_path / "copy" / "run")  # the ranks pass over a checkpoint that is damaged
     check_resume(plan, tmp_path / "none")
+    save({"data": None}, checkpoint_id=tmp_path / "strange" / "checkpoints" / "step-00000001", no_dist=True)
+    with pytest.raises(DataError, match="step-00000001 has no position in the data"):
+        check_resume(plan, tmp_path / "strange")
 
 
 def refused(folder):

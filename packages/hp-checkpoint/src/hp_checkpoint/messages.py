@@ -31,9 +31,12 @@ def receive(stream: BinaryIO) -> dict[str, Any] | None:
 
 
 def failures(part: Path) -> list[str]:
-    """List the ranks that failed, with their errors."""
-    files = sorted(part.glob("rank-*.failed"))
-    return [f"{path.stem.replace('-', ' ')}: {read_small(path).decode()}" for path in files]
+    """List the ranks that failed, with their errors; none of a folder that is committed or removed meanwhile."""
+    try:
+        files = sorted(part.glob("rank-*.failed"))
+        return [f"{path.stem.replace('-', ' ')}: {read_small(path).decode()}" for path in files]
+    except FileNotFoundError:
+        return []
 
 
 def failed_file(part: Path, rank: int) -> Path:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from hp_platform import host
+from hp_platform import host, listening
 from hp_platform.ports import platform_name
 from hp_testing import target, worker
 from hp_testing.reference import Reference, refer
@@ -32,6 +32,7 @@ PRELOAD_LIKE_HERE = ("hp_", "hyper_parallel", "transformers", "pytest")
 warning_filters: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
 _pools: dict[int, Pool] = {}
+_BESIDE = (host.__file__, listening.__file__)  # of threads that sleep in each rank
 
 
 class RankError(RuntimeError):
@@ -243,12 +244,12 @@ class Pool:
 
 
 def _own_frames(stacks: str) -> str:
-    """Leave out of the stacks what is the pool's own: its threads, and the frames outside of the function."""
+    """Leave out of the stacks the threads that sleep beside each function, and the frames outside of the function."""
     kept = []
     for thread in stacks.strip().split("\n\n"):
         lines = thread.splitlines()
         own = [index for index, line in enumerate(lines) if f'"{worker.__file__}"' in line]
-        if not any(f'"{host.__file__}"' in line for line in lines):
+        if not any(f'"{file}"' in line for line in lines for file in _BESIDE):
             kept.append("\n".join(lines[: own[0]] if own else lines))
     return "\n\n".join(kept)
 

@@ -32,7 +32,7 @@ def order(plan: ParallelPlan, data: Sequence[Content]) -> dict[str, Any]:
     }
 
 
-def check_order(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
+def check_order(own: Mapping[str, Any], saved: Any, folder: Path) -> None:
     """Check that samples have the numbers that they had.
 
     Args:
@@ -41,8 +41,11 @@ def check_order(own: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) 
         folder: of the checkpoint.
 
     Raises:
-        DataError: they are numbered anew.
+        DataError: they are numbered anew, or the checkpoint has no position.
     """
+    if not isinstance(saved, Mapping) or "sample" not in saved:
+        fix = f"go on in a folder of checkpoints of `train`, or start a run with --weights {folder}"
+        raise DataError(f"{folder} has no position in the data, so no run can go on from it", fix)
     changed = [name for name in own if saved.get(name) != own[name]]
     if changed:
         texts = "; ".join(f"{name} was {saved.get(name)} and is {own[name]}" for name in changed)
@@ -66,12 +69,12 @@ def check_resume(plan: ParallelPlan, folder: Path) -> None:
     for step in reversed(steps_in(folder / CHECKPOINTS)):
         place = folder.absolute() / CHECKPOINTS / f"step-{step:08d}"
         try:
-            saved = read_values(open_checkpoint(place), place, lambda address: None)["data"]
+            values = read_values(open_checkpoint(place), place, lambda address: None)
         except (CheckpointError, InvalidCheckpointError, FileNotFoundError):
             continue  # the ranks tell, and pass it over
         section = token_files(plan, folder)
         own = order(plan, () if section is None else contents(section))
         if section is None:
             del own[_DIGEST]
-        check_order(own, saved, place)
+        check_order(own, values.get("data") if isinstance(values, Mapping) else None, place)
         return
