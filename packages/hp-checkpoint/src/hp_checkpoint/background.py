@@ -202,7 +202,9 @@ class Writer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[descriptor],
-                start_new_session=True,  # an interrupt of the training doesn't interrupt a save
+                # An interrupt of the training doesn't interrupt a save. It stays in the training's session: between
+                # sessions Linux shares processors evenly (autogroups), whatever the priorities of their processes.
+                process_group=0,
             )
         return self._process
 

@@ -195,6 +195,16 @@ def test_signals_to_all_processes_of_a_job(tmp_path):
         assert writer_of(checkpoints) == writer
 
 
+@on_ranks(1)
+def test_the_training_comes_first(tmp_path):
+    """Linux divides processors by priorities among processes of one session, and evenly between sessions."""
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, training()[0]).wait()
+        writer = writer_of(checkpoints)
+        assert os.getpriority(os.PRIO_PROCESS, writer) > os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getsid(writer) == os.getsid(0) and os.getpgid(writer) != os.getpgid(0)
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_save_after_an_older_checkpoint_stays(tmp_path, beside):
