@@ -105,6 +105,21 @@ def test_a_save_is_new_by_the_clock_of_the_file_system(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", begun.name]
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"last": "a"}, TypeError, "must be whole numbers"),
+        ({"last": None}, TypeError, "must be whole numbers"),
+        ({"best": 1.5}, TypeError, "must be whole numbers"),
+        ({"every": 0}, ValueError, "must be at least 1"),
+        ({"better": "best"}, ValueError, "better must be 'smaller' or 'larger'"),
+    ],
+)
+def test_what_no_rule_for_removals_can_be(options, error, text):
+    with pytest.raises(error, match=text):
+        retention.Keep(**options)
+
+
 def test_two_removals_of_a_checkpoint(tmp_path, monkeypatch):
     """The command ``prune`` beside a training that prunes: neither fails."""
     for step in (1, 2, 3):

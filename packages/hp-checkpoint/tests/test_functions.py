@@ -114,6 +114,8 @@ def test_a_url_is_no_folder(tmp_path, monkeypatch, place):
     for function in alone:
         with pytest.raises(ValueError, match="is a URL; checkpoints are read and written in folders alone"):
             function(place)
+    with pytest.raises(TypeError, match="a folder of checkpoints is a path, got 5"):
+        Checkpointer(5)
     assert not list(tmp_path.iterdir())
 
 

@@ -35,6 +35,7 @@ class Keep:
         better: whether "smaller" metrics are better, as of a loss, or "larger" ones.
 
     Raises:
+        TypeError: what is no number.
         ValueError: a number below 1, or another word.
     """
 
@@ -44,6 +45,9 @@ class Keep:
     better: Literal["smaller", "larger"] = "smaller"
 
     def __post_init__(self) -> None:
+        given = (number for number in (self.last, self.every, self.best) if number is not None)
+        if not all(isinstance(number, int) for number in given) or self.last is None:
+            raise TypeError(f"{self}: last, every and best must be whole numbers")
         if any(number is not None and number < 1 for number in (self.last, self.every, self.best)):
             raise ValueError(f"{self}: last, every and best must be at least 1")
         if self.better not in ("smaller", "larger"):

@@ -45,7 +45,7 @@ __all__ = [
 
 _PART = ".part-"
 _NONCE = re.compile(r".+\.part-[0-9a-f]{12}")  # a folder of a similar name is not ours to remove
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/")  # one slash is left of two in a Path
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/+")  # one slash is left of two in a Path
 _CHUNK = 1 << 20
 _NEW = 60.0  # seconds in which a save has surely locked its folder
 _EXCHANGE = 2  # RENAME_EXCHANGE
@@ -56,12 +56,16 @@ def local_folder(place: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a folder or a file.
 
     Raises:
+        TypeError: it is no path.
         ValueError: it is a URL, as that of an object store; as a path it would be a local folder of that name.
     """
+    if not isinstance(place, str | os.PathLike):
+        raise TypeError(f"a folder of checkpoints is a path, got {place!r}")
     text = os.fspath(place)
     if _URL.match(text):
+        url = _URL.sub(r"\1://", text, count=1)
         raise ValueError(
-            f"{text} is a URL; checkpoints are read and written in folders alone. Mount the object store as a file"
+            f"{url} is a URL; checkpoints are read and written in folders alone. Mount the object store as a file"
             " system and save with layout='shards', or copy a checkpoint's folder there once it is complete"
         )
     return Path(text).absolute()
