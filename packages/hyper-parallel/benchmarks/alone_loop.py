@@ -38,6 +38,7 @@ def main():
     if rank == 0:
         with open(out, "w") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+    dist.barrier()
     dist.destroy_process_group()
 
 

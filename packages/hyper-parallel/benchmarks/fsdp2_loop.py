@@ -54,6 +54,7 @@ def main():
     if dist.get_rank() == 0:
         with open(out, "w") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+    dist.barrier()
     dist.destroy_process_group()
 
 
