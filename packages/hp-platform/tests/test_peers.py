@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import socket
 import subprocess
@@ -129,6 +130,29 @@ def test_the_death_of_a_process():
         timer.start()
         assert find_lost(here, peers, [0, 1], limit=30.0) == Lost((1,))
     here.close()
+
+
+def test_a_listener_that_rests_has_no_thread_and_still_answers(listeners):
+    heard: list[bool] = []
+    listeners[2].watch(lambda: heard.append(True))
+    (thread,) = [each for each in threading.enumerate() if each.name == "hp_platform peers"]
+    listeners[2].rest()
+    listeners[2].rest()  # again: nothing
+    assert not thread.is_alive() and not heard
+    assert find_lost(listeners[0], addresses(listeners), range(4), **QUICK) == Lost(())
+
+
+def test_a_fork_lets_go_of_the_listening_socket_while_the_thread_reads(listeners):
+    """The child has neither the thread nor whoever holds the lock."""
+    listeners[2].watch(lambda: None)
+    with listeners[2]._reading:
+        child = os.fork()
+        if child == 0:
+            listeners[2].close_after_fork()
+            os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    listeners[2].close()
+    assert find_lost(listeners[0], addresses(listeners), range(4), **QUICK) == Lost((2,))
 
 
 def test_a_host_that_does_not_answer(listeners, monkeypatch):

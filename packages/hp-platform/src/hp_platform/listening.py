@@ -1,7 +1,16 @@
-"""A rank's listening socket: while it is there the rank lives; see Note [Lost ranks] in `hp_platform.peers`."""
+"""A rank's listening socket: while it is there the rank lives; see Note [Lost ranks] in `hp_platform.peers`.
+
+Note [Threads at the end]
+    While the interpreter is finalized, a thread other than the main one that asks for the interpreter is ended where it
+    stands, by unwinding its stack. If it stands in a destructor of C++, as that of a process group which it held last,
+    the unwinding meets a function that may not throw, and the process aborts: "terminate called without an active
+    exception". A daemon thread is not waited for. So a thread holds no group, tensor or model, and one that may still
+    run at the end is woken and joined by an `atexit` function, which runs before finalization begins.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hmac
 import json
@@ -120,6 +129,7 @@ class Listener:
         self._callers: list[_Caller] = []
         self._reading, self._closed = threading.Lock(), False
         self._wakes: socket.socket | None = None
+        self._thread: threading.Thread | None = None
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             self._socket.bind((host, 0))
@@ -131,26 +141,40 @@ class Listener:
         self.address = Address(host, self._socket.getsockname()[1], _network(), secrets.token_hex(16))
 
     def watch(self, heard: Callable[[], object]) -> None:
-        """Sleep in a thread until a rank tells of a loss or of its failure, or this listener is closed.
+        """Sleep in a thread until a rank tells of a loss or of its failure, or until `rest` or `close`.
+
+        The thread ends before the interpreter does: see Note [Threads at the end].
 
         Args:
-            heard: called once, in that thread, when a rank has told something.
+            heard: called once, in that thread, when a rank has told something. It must keep no group alive.
         """
-        woken, self._wakes = socket.socketpair()
+        self._wakes, woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._listen, args=(woken, heard), name="hp_platform peers", daemon=True)
+        self._thread.start()
+        atexit.register(self.rest)
 
-        def listen() -> None:
-            with woken:
-                while not (self.told or self.failed):
-                    with self._reading:
-                        if self._closed:
-                            return
-                        sources = [self._socket, woken, *(caller.connection for caller in self._callers)]
-                    with contextlib.suppress(OSError, ValueError):  # one that was closed meanwhile
-                        wait(sources)
-                    self.read()
-            heard()
+    def _listen(self, woken: socket.socket, heard: Callable[[], object]) -> None:
+        with woken:
+            while not (self.told or self.failed):
+                with self._reading:
+                    sources = [self._socket, woken, *(caller.connection for caller in self._callers)]
+                with contextlib.suppress(OSError, ValueError):  # one that was closed meanwhile
+                    if woken in wait(sources):
+                        return
+                self.read()
+        heard()
 
-        threading.Thread(target=listen, name="hp_platform peers", daemon=True).start()
+    def rest(self) -> None:
+        """End the thread; the socket stays, since this rank still lives."""
+        thread, self._thread = self._thread, None
+        if thread is None or self._wakes is None:
+            return
+        atexit.unregister(self.rest)
+        with contextlib.suppress(OSError):  # the thread has ended
+            self._wakes.send(b"!")
+        if thread is not threading.current_thread():
+            thread.join()
+        self._wakes.close()
 
     def read(self) -> None:
         """Take in what others wrote so far; never waits."""
@@ -207,9 +231,17 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening: to the others this rank is gone."""
+        self.rest()
         with self._reading:
             self._closed = True
-            for each in (self._socket, self._wakes, *(caller.connection for caller in self._callers)):
-                if each is not None:
-                    each.close()
+            for each in (self._socket, *(caller.connection for caller in self._callers)):
+                each.close()
             self._callers.clear()
+
+    def close_after_fork(self) -> None:
+        """Close this forked process's copies of the sockets; the thread, and whoever had the lock, are not in it."""
+        self._reading, self._thread = threading.Lock(), None
+        atexit.unregister(self.rest)
+        if self._wakes is not None:
+            self._wakes.close()
+        self.close()

@@ -12,8 +12,10 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -66,7 +68,7 @@ class _World:
                 return
             store.set(f"{prefix}/{world.rank()}", str(listener.address))
             self.store, self.prefix, self.listener = store, prefix, listener
-            listener.watch(self.break_up)
+            listener.watch(partial(_call, weakref.WeakMethod(self.break_up)))
 
     def meet(self, ranks: Sequence[int], patience: timedelta | None) -> None:
         """Read where ranks listen, and wait for those that have not said so."""
@@ -121,6 +123,12 @@ class _World:
             self.meet_late()
             tell_failure(self.listener, self.addresses, text)
             self.break_up()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    bound = method()
+    if bound is not None:
+        bound()
 
 
 def _known() -> LostRankError | None:
@@ -197,7 +205,14 @@ def give_up(text: str) -> None:
         _here.give_up(text)
 
 
-os.register_at_fork(after_in_child=leave)  # else what a rank forks would answer for it
+def _leave_after_fork() -> None:
+    """Close what a rank's forked child has of the listening socket, else the child would answer for it."""
+    if _here is not None and _here.listener is not None:
+        _here.listener.close_after_fork()
+    leave()
+
+
+os.register_at_fork(after_in_child=_leave_after_fork)
 
 
 def raise_if_lost(error: RuntimeError, kind: str, group: ProcessGroup | Sequence[int]) -> None:
