@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hp_optim import AdamW
+from hp_optim import AdamW, AdamW8bit
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from optim_models import net, whole_gradients
@@ -57,6 +57,27 @@ def test_ten_steps_equal_the_formula(options: dict[str, Any], kernel: dict[str, 
         gradients = [whole_gradients(step, model)[name] for step in range(10)] if parameter.requires_grad else []
         truth = formula(start[name], gradients, **settings)
         torch.testing.assert_close(parameter.detach(), truth, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "make", [AdamW, lambda parameters, **options: AdamW8bit(parameters, compiled=False, **options)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_no_step(make: Any, dtype: torch.dtype):
+    """Models are often built under another one; a counter in bfloat16 would stop at 256."""
+    weights = [nn.Parameter(torch.linspace(-1, 1, 5000)) for _ in range(2)]
+    for weight, default in zip(weights, (torch.get_default_dtype(), dtype)):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            optimizer = make([weight], lr=1e-3)
+            for step in range(260):
+                weight.grad = torch.full((5000,), 1.0 / (1 + step), dtype=torch.float32)
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(before)
+        assert optimizer.state[weight]["step"] == 260
+    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -178,7 +178,7 @@ class CodedBlock(Block):
     def _memory(self, key: str) -> torch.Tensor:
         device = self.parameters[0].device
         if key in _SCALES.values():
-            return torch.zeros(self.offsets[-1] // BLOCK, device=device)
+            return torch.zeros(self.offsets[-1] // BLOCK, dtype=torch.float32, device=device)
         dtype = torch.int8 if key == _CODES["exp_avg"] else torch.uint8
         return torch.zeros(self.offsets[-1], dtype=dtype, device=device)
 
@@ -210,7 +210,7 @@ class CodedBlock(Block):
     def _encode(self, number: int, value: torch.Tensor, key: str, encode: Any, rounding: torch.Tensor) -> None:
         """Take over a state that is no code."""
         parameter, low, high = self.parameters[number], self.offsets[number], self.offsets[number + 1]
-        whole = torch.zeros(high - low, device=parameter.device)
+        whole = torch.zeros(high - low, dtype=torch.float32, device=parameter.device)
         view_like(whole[: parameter.numel()], parameter).copy_(value)
         codes, scales = encode(whole.view(-1, BLOCK), rounding)
         self.flat[_CODES[key]][low:high] = codes.view(-1)

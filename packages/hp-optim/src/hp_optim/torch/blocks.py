@@ -53,7 +53,8 @@ class Block:
         self.itemsize = parameters[0].element_size()
         self.flat = {key: self._memory(key) for key in self.keys}
         self.fused = _fused(group, device)
-        self.steps = torch.zeros(len(parameters), device=device if self.fused else "cpu")
+        counters = torch.promote_types(torch.get_default_dtype(), torch.float32)  # bfloat16 counts to 256
+        self.steps = torch.zeros(len(parameters), dtype=counters, device=device if self.fused else "cpu")
         self.states = [state[parameter] for parameter in parameters]
         self._lay_out()
 
