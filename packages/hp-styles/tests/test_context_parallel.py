@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,22 @@ def test_heads_inner_and_outer_rings(degrees: tuple[int, int], load_balance: boo
     ulysses, inner = degrees
     style = ContextParallel(ulysses_degree=ulysses, inner_ring_degree=inner, load_balance=load_balance)
     _equals_one_process(Model(2, causal), style)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("degree", [None, 1])
+def test_a_call_leaves_nothing_to_the_collector(degree: int | None) -> None:
+    mesh, model = context_mesh(), Model(4, True)
+    parallelize_module(model, mesh, {"layers.*": ContextParallel(ulysses_degree=degree)})
+    part = context_parallel_shard(random_batch(), mesh)
+    gc.collect()
+    gc.disable()
+    try:
+        loss_of(model(part["ids"], part["places"]), part["targets"]).backward()
+        names = [type(each).__name__ for each in gc.get_objects()]
+        assert not {"_Frame", "Settling", "Call"} & set(names)
+    finally:
+        gc.enable()
 
 
 @on_ranks(1, 3)

@@ -210,8 +210,9 @@ def _open(frame: _Frame, group: ContextGroup | None) -> None:
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if _frames.of(module) is not None:
         frame = _frames.stack.pop()
-        if frame.mode is not None:
-            frame.mode.__exit__(None, None, None)
+        mode, frame.mode = frame.mode, None  # they hold each other, and the call's tensors
+        if mode is not None:
+            mode.__exit__(None, None, None)
 
 
 def _end_alone(module: nn.Module, args: Any, output: Any) -> None:
