@@ -307,6 +307,15 @@ def recovery(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def programs(session: nox.Session) -> None:
+    """Whole programs as users write them, on ranks and alone, beside a load: programs/; `-- --only gan` for some."""
+    install(session, *PACKAGES, extras="[torch,test]", others=("peft",))
+    python = mindspore_python(session)
+    options = session.posargs or ("--runs", "5", "--load", "8")
+    session.run("python", "programs/run.py", "--mindspore", str(python), *options)
+
+
+@nox.session(default=False)
 def sinks(session: nox.Session) -> None:
     """Tests TensorBoard and Weights & Biases as sinks of metrics; what they wrote is read back."""
     install(session, *PACKAGES, extras="[torch,test]", others=("tensorboard", "tensorboardX", "wandb"))

@@ -23,7 +23,7 @@ UNTESTED = re.compile(
 """Files that no test reads."""
 OWN = re.compile(r"packages/[^/]+/(tests|benchmarks)/.*")
 """Files that matter to their own package alone."""
-PROGRAMS = re.compile(r"(docs|examples|\.ci)/.*|README\.md")
+PROGRAMS = re.compile(r"(docs|examples|programs|\.ci)/.*|README\.md")
 """Files outside of the packages that tests of the topmost package read."""
 TOPMOST = "hyper-parallel"
 

@@ -19,7 +19,7 @@ from hp_plan import FsdpSection, MeshSection, ParallelPlan, apply
 
 def train(folder: str, steps: int = 5) -> list[float]:
     """Return the losses; run by every rank."""
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())  # else accelerate sees one process where no GPU is
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))

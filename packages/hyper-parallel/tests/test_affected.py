@@ -36,7 +36,10 @@ def script():
         (["packages/hp-low/tests/torch/test_x.py", "packages/hp-b/benchmarks/b.py"], ["hp-b", "hp-low"]),
         (["packages/hp-low/CHANGELOG.md", "packages/hp-low/api.txt", "docs/design.md", ".gitignore"], []),
         (["docs/structure.py"], ["hyper-parallel"]),
-        (["docs/features.toml", "examples/a.toml", ".ci/affected.py", "README.md"], ["hyper-parallel"]),
+        (
+            ["docs/features.toml", "examples/a.toml", "programs/gan.py", ".ci/affected.py", "README.md"],
+            ["hyper-parallel"],
+        ),
         (["noxfile.py"], sorted(NEEDS)),
         (["pyproject.toml"], sorted(NEEDS)),
         (["constraints-torch.txt"], sorted(NEEDS)),

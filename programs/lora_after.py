@@ -1,0 +1,36 @@
+# /// program
+# ranks = 2
+# tolerance = 1e-6  # the model's norms compute in float32
+# ///
+"""peft's adapters, added to a model that is sharded already."""
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hp_fsdp import fully_shard
+from hp_platform import destroy_process_group, init_process_group
+from reporting import ALONE, own, report_step, report_weights
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
+if not ALONE:
+    init_process_group()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
+optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
+for _ in range(4):
+    tokens = own(torch.randint(64, (4, 8)))
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    report_step(loss.detach())
+
+report_weights(model)
+if not ALONE:
+    destroy_process_group()
