@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hp_dtensor.torch.extend import local_view
 from hp_fsdp import (
     CPUOffloadPolicy,
     StateDictOptions,
@@ -131,7 +132,12 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(kind, way):
     for step in range(2, 4):
         more(reference, first, model, second, step)
     same_weights(model, reference)
-    same_state(get_optimizer_state_dict(model, second, options=FULL), by_name(reference, first))
+    loaded = get_optimizer_state_dict(model, second, options=FULL)
+    expected = by_name(reference, first)
+    if way in ("sharded", "flat"):  # a sharded state lists what trains but has not stepped
+        more_states = [loaded["state"].pop(name) for name in ("unused", "tied.bias")]
+        assert not any(value.any() for state in more_states for value in state.values())
+    same_state(loaded, expected)
 
 
 @on_ranks(2)
@@ -154,6 +160,7 @@ def test_an_optimizer_that_has_not_stepped_gets_states_and_goes_on_as_if_not(kin
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.filterwarnings("ignore:HCCL doesn't support gather")
+@pytest.mark.filterwarnings("ignore:get_optimizer_state_dict. AdamW has not stepped, so this state lists none")
 @on_ranks(2)
 @pytest.mark.parametrize("way", ["full", "rank 0", "sharded", "files"])
 def test_states_go_from_the_host_to_the_device_and_back(way: str, tmp_path: Path):
@@ -170,10 +177,7 @@ def test_states_go_from_the_host_to_the_device_and_back(way: str, tmp_path: Path
             dcp, path = importlib.import_module("torch.distributed.checkpoint"), str(tmp_path / str(step))
             dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=path)
             states = get_model_state_dict(other), get_optimizer_state_dict(other, optimizer)
-            partly = importlib.import_module("torch.distributed.checkpoint.default_planner").DefaultLoadPlanner(
-                allow_partial_load=True  # what never had a gradient has no state in the files
-            )
-            dcp.load({"model": states[0], "optimizer": states[1]}, checkpoint_id=path, planner=partly)
+            dcp.load({"model": states[0], "optimizer": states[1]}, checkpoint_id=path)
         set_model_state_dict(other, states[0], options=taken)
         set_optimizer_state_dict(other, optimizer, states[1], options=taken)
         same_weights(other, reference)
@@ -183,6 +187,56 @@ def test_states_go_from_the_host_to_the_device_and_back(way: str, tmp_path: Path
         more(reference, first, other, optimizer, step)
         same_weights(other, reference)
         model, second = other, optimizer
+
+
+@on_ranks(2)
+def test_a_template_without_states_of_frozen_parameters_says_so():
+    _, model = pair()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.warns(UserWarning, match=r"lists none for its 2 frozen parameters \(first.weight, first.bias\)"):
+        state = get_optimizer_state_dict(model, optimizer)
+    assert "first.weight" not in state["state"]
+    get_optimizer_state_dict(model, optimizer, options=FULL)  # no template: no warning
+
+
+@on_ranks(2)
+def test_a_parameter_unfrozen_before_a_save_is_saved_with_a_state_of_zeros():
+    reference, model = pair()
+    for net in (reference, model):
+        net.first.requires_grad_(False)
+    first, second = MAKE["adamw"](reference.parameters()), MAKE["adamw"](model.parameters())
+    more(reference, first, model, second, 0)
+    for net in (reference, model):
+        net.first.requires_grad_(True)
+    state = get_optimizer_state_dict(model, second)
+    names = [name for name, parameter in model.named_parameters() if parameter.to_local().numel()]
+    assert [name for name in names if name in state["state"]] == names
+    for name in ("first.weight", "first.bias"):
+        if name in names:
+            zeros = state["state"][name]
+            assert zeros.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert not any(local_view(value).any() for value in zeros.values())
+    again = MAKE["adamw"](model.parameters())
+    set_optimizer_state_dict(model, again, state, options=StateDictOptions(strict=False))
+    for step in (1, 2):
+        more(reference, first, model, again, step)
+    same_weights(model, reference)
+
+
+@on_ranks(2)
+def test_a_step_without_any_gradient_warns():
+    _, model = pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(batch()[1])
+    with pytest.warns(UserWarning, match=r"SGD steps, but none of its \d+ sharded parameters has a gradient"):
+        optimizer.step()
+    loss_of(model(batch()[1])).backward()
+    optimizer.step()
+    model.requires_grad_(False)
+    optimizer.zero_grad()
+    optimizer.step()  # nothing is meant to train
 
 
 @on_ranks(2)

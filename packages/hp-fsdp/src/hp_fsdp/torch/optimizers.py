@@ -6,10 +6,17 @@ Note [States that a rank does not have]
     A rank that owns no element of a parameter gets no gradient for it, so its optimizer has no state for it either. A
     sharded state shows this: that rank lists fewer keys. A full one is gathered, which all ranks take part in; so they
     exchange the lists of their states first.
+
+Note [Frozen and unfrozen parameters]
+    A sharded state is a template as well: ``torch.distributed.checkpoint.load`` reads only what it lists, and raises
+    for what was not saved. So a parameter that trains but has not stepped yet is listed with a state of zeros. The
+    states of a frozen one are listed where the optimizer has them; one that has not stepped has none, and nothing here
+    tells whether the checkpoint does, so it warns. A complete state needs no template.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -37,15 +44,33 @@ def watch_optimizers() -> None:
         _registered.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     hsdp_sync_stream()
     Bucket.optimizer_steps += 1
+    if len(args) + len(kwargs) == 1:  # the optimizer itself: else a closure makes the gradients
+        _warn_without_gradients(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _in_order.get(optimizer) != count and _check(optimizer):
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if optimizer not in _in_order and any(owner_of(parameter) for parameter in parameters):
             optimizer.register_state_dict_pre_hook(check_optimizer_state)
         _in_order[optimizer] = count
+
+
+def _warn_without_gradients(optimizer: Optimizer) -> None:
+    """Warn where an optimizer steps and none of its sharded parameters has a gradient."""
+    count = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return
+            count += parameter.requires_grad and owner_of(parameter) is not None and _owns(parameter)
+    if count:
+        warnings.warn(
+            f"{type(optimizer).__name__} steps, but none of its {count} sharded parameters has a gradient, so nothing"
+            " is trained. Was backward() called on a loss of this model's outputs, and not under no_grad?",
+            stacklevel=3,
+        )
 
 
 def _check(optimizer: Optimizer) -> bool:
@@ -113,6 +138,7 @@ class _States:
     """An optimizer of torch as an `OptimizerStates`; it gets its states, if it has none."""
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self.fresh = not optimizer.state
         initialize(optimizer)
         self.optimizer = optimizer
         self.kind = type(optimizer).__name__
@@ -122,7 +148,39 @@ class _States:
         """Return the states; if they are to be gathered, those that any rank has."""
         packed: dict[int, State] = self.optimizer.state_dict()["state"]
         states = {names[at]: dict(state) for at, state in packed.items()}
-        return _agreed(states, dict(zip(names, self.parameters, strict=True))) if full else states
+        if full:
+            return _agreed(states, dict(zip(names, self.parameters, strict=True)))
+        frozen = [name for name, each in zip(names, self.parameters, strict=True) if not each.requires_grad]
+        if self.fresh and frozen:
+            warnings.warn(
+                f"get_optimizer_state_dict: {self.kind} has not stepped, so this state lists none for its {len(frozen)}"
+                f" frozen parameters ({', '.join(frozen[:3])}{', ...' if len(frozen) > 3 else ''}). If a checkpoint has"
+                " states for them, from before they were frozen, loading by this template drops them: freeze after"
+                " loading, or load with full_state_dict=True or hp_checkpoint.Checkpointer",
+                stacklevel=3,
+            )
+        for at, (name, parameter) in enumerate(zip(names, self.parameters, strict=True)):
+            if at not in packed and parameter.requires_grad and _owns(parameter):
+                if state := self._zeros(parameter):
+                    states[name] = state
+        return states
+
+    def _zeros(self, parameter: torch.Tensor) -> State:
+        """Return the state of a parameter before its first step, in the form of another one's; {} if it has its own."""
+        for other, state in self.optimizer.state.items():
+            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            if all(value.numel() == 1 or value.shape == other.shape for value in tensors):
+                return {
+                    key: 0
+                    if not isinstance(value, torch.Tensor)
+                    # a scalar's state is shaped as "step"
+                    else torch.zeros_like(value)
+                    if value.shape != other.shape or key == "step"
+                    else torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+                    for key, value in state.items()
+                    if isinstance(value, (torch.Tensor, int, float))
+                }
+        return {}
 
     def groups(self) -> list[tuple[State, list[int]]]:
         """Return hyperparameters and members."""
@@ -158,6 +216,12 @@ class _States:
         for group, values in zip(packed["param_groups"], groups, strict=True):
             group.update({key: _beside(value, group.get(key)) for key, value in values.items()})
         self.optimizer.load_state_dict(packed)
+
+
+def _owns(parameter: torch.Tensor) -> bool:
+    """Tell whether this rank has elements of a parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.numel() > 0
 
 
 class _Like:
