@@ -141,6 +141,21 @@ def test_norms_of_every_order(norm_type: float):
     close(global_grad_norm(model.parameters(), norm_type), expected, "norm")
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_torchs_own_clipping_gives_the_norm_of_a_single_process(norm_type: float, foreach: bool):
+    mesh = parts(4)
+    reference, model = build(mesh, False)  # parameters on ("dp_shard", "tp"), and one on "dp_shard" alone
+    whole, own = data(mesh, 0)
+    loss_of(reference(whole)).backward()
+    loss_of(model(own)).backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type, foreach=foreach)
+    close(norm, expected, "norm")
+    same_gradients(model, reference)
+
+
 @on_ranks(2)
 def test_a_norm_that_is_not_finite_is_an_error_if_wanted():
     model = fully_shard(nn.Linear(3, 3, device=device_type()))

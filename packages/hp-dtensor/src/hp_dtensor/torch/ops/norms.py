@@ -16,7 +16,7 @@ from hp_dtensor.torch.ops import dispatch
 from hp_dtensor.torch.ops.whole import on_whole
 from hp_platform import get_platform
 
-__all__ = ["linalg_norm", "norm", "of_each", "vector_norm"]
+__all__ = ["linalg_norm", "norm", "of_each", "stack", "vector_norm"]
 
 
 def of_each(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
@@ -102,3 +102,22 @@ def linalg_norm(func: Any, args: Any, kwargs: Any) -> Any:
         return on_whole(func, args, kwargs)
     named = {name: bound[name] for name in ("dim", "keepdim", "dtype") if bound.get(name) is not None}
     return torch.linalg.vector_norm(x, 2 if order is None else order, **named)
+
+
+def stack(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.stack``; numbers of several meshes, such as the norms of a model's gradients, give a plain tensor.
+
+    A parameter may be on ``("dp", "tp")`` and another on ``"dp"`` alone, equal on the ranks of ``"tp"``. So each number
+    is the same on all ranks, as `hp_fsdp.clip_grad_norm_` takes it, and ``torch.nn.utils.clip_grad_norm_`` gives the
+    norm of a single process.
+    """
+    tensors = args[0] if args else kwargs["tensors"]
+    if all(map(_is_number, tensors)) and len({t._spec.mesh for t in tensors if isinstance(t, DTensor)}) > 1:
+        return torch.stack([local_view(tensor) for tensor in tensors])
+    return dispatch.planned(func, args, kwargs)
+
+
+def _is_number(tensor: Any) -> bool:
+    if tensor.dim() or (torch.is_grad_enabled() and tensor.requires_grad):
+        return False
+    return not isinstance(tensor, DTensor) or tensor._spec.replicated

@@ -316,6 +316,7 @@ def install() -> None:
     table[torch.linalg.vector_norm] = norms.vector_norm
     table[torch.norm] = table[torch.functional.norm] = table[T.norm] = norms.norm
     table[torch.linalg.norm] = norms.linalg_norm
+    table[torch.stack] = norms.stack
     table[T.__getitem__] = _get_item
     DTensor.__getitem__ = Override(T.__getitem__, _item)  # type: ignore[method-assign,assignment]
     table[T.view_as], table[T.reshape_as], table[T.expand_as] = map(_shaped_as, (T.view, T.reshape, T.expand))
