@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hp_dtensor import DTensor, RaggedShard, init_empty_weights, init_parameters
-from hp_fsdp import fully_shard
+from hp_fsdp import StateDictOptions, fully_shard, set_model_state_dict
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -222,6 +222,46 @@ def test_a_model_on_meta_is_emptied_onto_a_device():
 
     load_full_state_dict(model, reference.state_dict())
     train(reference, model)
+
+
+class Rotary(nn.Module):
+    """A buffer that is no part of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 4)
+        self.register_buffer("inv_freq", 1.0 / torch.arange(1.0, 5.0, dtype=torch.float64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.inv_freq
+
+
+@on_ranks(2)
+def test_buffers_that_no_state_has_are_named_after_to_empty():
+    reference = nn.Sequential(seeded(Rotary), nn.Linear(4, 3).double())
+    with init_empty_weights():
+        model = nn.Sequential(Rotary(), nn.Linear(4, 3)).double()
+    fully_shard(model[0], data_mesh())
+    fully_shard(model, data_mesh())
+    model.to_empty(device=device_type())
+    set_model_state_dict(model, reference.state_dict(), options=StateDictOptions(full_state_dict=True))
+    with pytest.raises(RuntimeError, match=r"to_empty gave 1 buffers of \w+ memory and no values.*: 0.inv_freq\. Comp"):
+        model(batch()[1])
+    model[0].inv_freq.copy_(reference[0].inv_freq)
+    train(reference.to(device_type()), model)
+
+
+@on_ranks(2)
+def test_a_gradient_is_read_through_the_module_while_its_parameters_stay_gathered():
+    for name in ("set_reshard_after_forward", "set_reshard_after_backward"):
+        reference, model = pair()
+        getattr(model, name)(False)
+        for step in range(2):
+            loss_of(reference(batch(step)[0])).backward()
+            loss_of(model(batch(step)[1])).backward()
+            for module, expected in ((model.last, reference.last), (model.blocks[0].up, reference.blocks[0].up)):
+                assert torch.allclose(module.weight.grad.full_tensor(), expected.weight.grad, atol=1e-12), (name, step)
+                assert module.weight is dict(module.named_parameters())["weight"]
 
 
 @on_ranks(2)

@@ -6,7 +6,8 @@ Note [Three buffers]
     gradients (`hp_fsdp.torch.gradients`). The views of the last two are made once; only their memory comes and goes, by
     resizing the storage. So tensors that autograd saved in forward have their values again when the buffer is gathered
     anew in backward, and a step makes no views. Collectives write through an alias with a version counter of its own,
-    since autograd must not take a gather for a change of a saved value.
+    since autograd must not take a gather for a change of a saved value. While *full* has no memory, its version is one
+    that autograd has never saved: a backward that needs a freed parameter raises, and computes with nothing else.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ __all__ = ["Bucket"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_versions = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
+_FREED = (2**31 - 1,)
 _get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
@@ -47,6 +50,7 @@ class Bucket:
 
     Attributes:
         optimizer_steps: steps of torch's optimizers in this process.
+        leaves: another object whenever there are new unsharded parameters, or others of them require gradients.
     """
 
     optimizer_steps = 0
@@ -80,6 +84,7 @@ class Bucket:
         self.post_forward_shard: torch.Tensor | None = None
         self.communication: Communication | None = None
         self.prepared = False
+        self.version: tuple[int] | None = None  # of `full`, while it has no memory
         # Layouts first: what can't be laid out raises before any parameter is changed.
         self.specs = [
             axes.sharded_spec(
@@ -178,9 +183,10 @@ class Bucket:
             self.full_bytes = self.full_storage.nbytes()
             for parameter, offset in zip(self.parameters, layout.offsets):
                 parameter.make_unsharded(self.full[offset : offset + parameter.numel])
+            self.leaves = object()
             self.unsharded_places, self.unsharded_attributes = _places((p, p.unsharded) for p in self.parameters)
             if not self.aliased:
-                self.full_storage.resize_(0)
+                self._free()
             kind = MicroBatchBuffer if self.deterministic else GradientBuffer
             self.gradients = kind(self.parameters, layout, self.axes, self.dtype, self.reduce_dtype, device)
             self.gradients.communication = self.communication
@@ -208,6 +214,7 @@ class Bucket:
                 if _get_requires_grad(parameter.sharded) is not parameter.trains:
                     parameter.trains = not parameter.trains
                     if parameter.unsharded is not None:
+                        self.leaves = object()
                         parameter.unsharded.requires_grad_(parameter.trains)
 
     def materialize(self, device: torch.device) -> None:
@@ -264,6 +271,9 @@ class Bucket:
     def show_unsharded(self) -> None:
         """Register the unsharded parameters in the modules."""
         self.source = None
+        if self.version is not None:
+            _set_versions((self.full,), self.version)
+            self.version = None
         for registered, name, tensor in self.unsharded_places:
             registered[name] = tensor
         for module, name, tensor in self.unsharded_attributes:
@@ -287,7 +297,12 @@ class Bucket:
             if ranks is not None:
                 self.post_forward_group, size, place = ranks.group, ranks.size, ranks.place
                 self.post_forward_shard = self.full_alias.chunk(size)[place].clone()
-            self.full_storage.resize_(0)
+            self._free()
+
+    def _free(self) -> None:
+        self.version = (_get_version(self.full),)
+        _set_versions((self.full,), _FREED)
+        self.full_storage.resize_(0)
 
     def drop_post_forward_shard(self) -> None:
         """Free the post-forward shard."""

@@ -42,7 +42,8 @@ class RootContext(Context[ParameterGroup]):
         events: of the user's, to be waited for before the next forward gathers.
         differentiable: the backward pass under way keeps its graph.
         late: hooks on parameters that may get gradients through a kept graph: Note [Gradients of gradients].
-        owed: the same for weights' gradients that are put off: Note [Gradients put off].
+        expected: the same for weights' gradients that are put off, Note [Gradients put off], and for those of modules
+            whose inputs need no gradient, Note [Gradients by other ways] in `hp_fsdp.torch.hooks`.
     """
 
     def __init__(self, root: ParameterGroup) -> None:
@@ -55,7 +56,7 @@ class RootContext(Context[ParameterGroup]):
         self.events: list[Any] = []
         self.differentiable = False
         self.late = LateGradients()
-        self.owed = LateGradients()
+        self.expected = LateGradients()
 
     def named_modules(self) -> Iterable[tuple[str, nn.Module]]:
         return self.root.module.named_modules()
@@ -76,6 +77,9 @@ class RootContext(Context[ParameterGroup]):
     def begin_forward(self, group: ParameterGroup) -> None:
         while self.events:
             self.events.pop().wait()
+        for each in self.groups:
+            if each.unfilled:
+                each.check_filled()
         super().begin_forward(group)
 
     def end_forward(self) -> None:
@@ -98,7 +102,11 @@ class RootContext(Context[ParameterGroup]):
                 " (hp_platform.frames), and they would count as a micro-batch of their own. Shard it without"
                 " deterministic=True"
             )
-        self.owed.watch_once(group, functools.partial(self.late_gradient, group))
+        self.expect_gradients(group)
+
+    def expect_gradients(self, group: ParameterGroup) -> None:
+        """Have gradients of a ``group`` reduced that come past its modules' outputs and inputs."""
+        self.expected.watch_once(group, functools.partial(self.late_gradient, group))
 
     # ---- backward ----
     def call_at_end(self) -> None:
@@ -116,7 +124,11 @@ class RootContext(Context[ParameterGroup]):
 
     def leave_backward(self, group: ParameterGroup, *_: Any) -> None:
         """End the backward of ``group``: the gradient has left through one of its inputs."""
-        if group.in_backward and not self.late.watching:  # else a kept graph may need its parameters yet
+        if not group.in_backward:
+            if not group.arrived():  # else it came past the outputs: Note [Gradients by other ways]
+                return
+            self.late_gradient(group)
+        if not self.late.watching:  # else a kept graph may need its parameters yet
             self.finish_group(group)
 
     def late_gradient(self, group: ParameterGroup, *_: Any) -> None:
@@ -147,6 +159,8 @@ class RootContext(Context[ParameterGroup]):
             self.late.forget()
         if self.last_backward:
             self.drain(put_off=True)
+        for group in self.groups:
+            group.hide()  # whose parameters stay gathered: module.weight.grad is the gradient that was handed out
         super().end_backward()
 
     def finish_group(self, group: ParameterGroup) -> None:
@@ -252,35 +266,39 @@ def hsdp_sync_stream() -> None:
 
 
 class LateGradients:
-    """Hooks on the unsharded parameters of groups whose backward pass kept its graph."""
+    """Hooks on the unsharded parameters of groups, for gradients that come past the hooks on outputs."""
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
-        self._watched: dict[ParameterGroup, list[Any]] = {}
+        self._handles: dict[ParameterGroup, list[Any]] = {}
+        self._watched: dict[ParameterGroup, list[object]] = {}
 
     @property
     def watching(self) -> bool:
-        """True from a pass that kept its graph until the end of one that doesn't."""
+        """True if there are hooks; with `watch`, from a pass that kept its graph until the end of one that doesn't."""
         return bool(self._handles)
 
     def watch(self, group: ParameterGroup, arrived: Callable[..., None]) -> None:
         """Call ``arrived`` when one of the group's parameters gets a gradient."""
+        handles = self._handles.setdefault(group, [])
         with _plain():
             for parameter in group.parameters:
                 if parameter.trains and parameter.unsharded is not None:
-                    self._handles.append(parameter.unsharded.register_post_accumulate_grad_hook(arrived))
+                    handles.append(parameter.unsharded.register_post_accumulate_grad_hook(arrived))
 
     def watch_once(self, group: ParameterGroup, arrived: Callable[..., None]) -> None:
         """Call `watch`, unless the current parameters of the group are watched already."""
-        parameters = [parameter.unsharded for parameter in group.parameters]
-        watched = self._watched.get(group, ())
-        if len(watched) != len(parameters) or any(a is not b for a, b in zip(watched, parameters, strict=True)):
-            self._watched[group] = parameters
+        leaves = [bucket.leaves for bucket in group.buckets]
+        if self._watched.get(group) != leaves:
+            self._forget(group)
+            self._watched[group] = leaves
             self.watch(group, arrived)
 
     def forget(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for group in list(self._handles):
+            self._forget(group)
         self._watched.clear()
+
+    def _forget(self, group: ParameterGroup) -> None:
+        for handle in self._handles.pop(group, ()):
+            handle.remove()

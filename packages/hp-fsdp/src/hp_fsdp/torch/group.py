@@ -26,6 +26,7 @@ __all__ = ["Call", "ParameterGroup", "Started", "check_differentiable"]
 
 _Range = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 Started = Reduction | Exchange
 """A reduction under way."""
 
@@ -49,6 +50,7 @@ class ParameterGroup(Group):
         reduces_at_end: its gradients are reduced at the end of the backward pass, used or not.
         most_reductions: limit of the groups whose reductions are under way at once.
         communication: the user's settings, if any.
+        unfilled: buffers of no state with memory and perhaps no values: module, key, buffer, address, version.
     """
 
     managed = ManagedParameter
@@ -64,6 +66,7 @@ class ParameterGroup(Group):
         self.most_reductions = 1
         self.communication: Communication | None = None
         self.hidden = self.in_backward = False
+        self.unfilled: list[tuple[nn.Module, str, torch.Tensor, int, int]] = []
         super().__init__(members, *rest)
 
     def bucket(self, plan: BucketPlan, axes: DataAxes) -> Bucket:
@@ -98,6 +101,27 @@ class ParameterGroup(Group):
                 bucket.follow_requires_grad()
             else:
                 bucket.check()
+
+    def check_filled(self) -> None:
+        """Raise if buffers of no state have memory from ``to_empty``, and no values.
+
+        Raises:
+            RuntimeError: with their names.
+        """
+        names = {id(module): prefix for prefix, module in self.module.named_modules()}
+        empty = [
+            f"{names[id(module)]}.{key}".removeprefix(".")
+            for module, key, buffer, address, version in self.unfilled
+            if module._buffers.get(key) is buffer and (buffer.data_ptr(), buffer._version) == (address, version)
+        ]
+        if empty:
+            raise RuntimeError(
+                f"fully_shard: to_empty gave {len(empty)} buffers of {self.class_name} memory and no values, and no"
+                f" state dict has them: {', '.join(empty[:3])}{', ...' if len(empty) > 3 else ''}. Compute them before"
+                " the first forward (on transformers models: hp_dtensor.init_parameters(model) instead of to_empty, and"
+                " then load), or copy them from a model that was built on a device"
+            )
+        self.unfilled.clear()
 
     def restore(self) -> None:
         """Call `check` after a method of the module replaced parameters: the former objects take their places again."""
@@ -154,6 +178,11 @@ class ParameterGroup(Group):
         return any(bucket.stale(self.user_unsharded) for bucket in self.buckets)
 
     # ---- gradients ----
+    def arrived(self) -> bool:
+        """Tell whether autograd has left a gradient on an unsharded parameter."""
+        with _plain():
+            return any(p.unsharded is not None and _get_grad(p.unsharded) is not None for p in self.parameters)
+
     def collect(self, *, differentiable: bool = False) -> None:
         """Take the gradients of the unsharded parameters, and free the parameters unless they stay gathered.
 
@@ -258,9 +287,6 @@ class ParameterGroup(Group):
                     bucket.gradients.release()
                     for parameter in bucket.parameters:
                         parameter.unsharded.grad = None
-
-
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 def check_differentiable(group: ParameterGroup) -> None:

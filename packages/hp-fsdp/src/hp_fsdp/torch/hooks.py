@@ -7,6 +7,19 @@ Note [Where backward begins and ends]
     all nodes of the module; so when it runs, all of them have run, and the gradients of the parameters (leaves go
     first) are there. Groups whose inputs need no gradient end with the backward pass.
 
+Note [Outputs written in place]
+    A later write (``logits.div_(t)``) gives an output a new node. That node leads to the old one, and the pre-hook
+    runs, unless the output is a view: then the new history is that of its base, and the view's old node is on no path
+    any more. The base's node still is. So where the module made the base as well, the base's node has the hook too. An
+    input that the module wrote in place is an output in the same way.
+
+Note [Gradients by other ways]
+    A loss may be made of a tensor that is no output: an activation that a hook kept, the logits of a router. The
+    parameters that such a backward pass needs are not there, and autograd says so: while they are freed, their version
+    is another one than that which was saved. Where it needs none, the gradients that arrive are reduced all the same:
+    when they leave through an input of the module, or, of a module whose inputs need no gradient, by a hook on each
+    parameter.
+
 Note [Forward inside backward]
     Activation checkpointing runs forward again in backward. The hooks of the first run are on the graph already; the
     second run only needs the parameters, which stay until the group's backward ends.
@@ -38,6 +51,8 @@ __all__ = ["map_tensors", "run_forward", "tensors"]
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass
 _grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_base = torch.Tensor._base.__get__  # type: ignore[attr-defined]
+_next_number = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 map_tensors, tensors = tree_functions(torch.Tensor)
 
@@ -76,15 +91,18 @@ def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...],
             begins = span is None or span.begins(module)
             if span is not None and span.around is not None and watch:
                 forward = span.around(forward)
+            given, first = (args, kwargs) if kwargs else args, _next_number()
             if watch and begins:
                 with _plain():
                     watch_input = functools.partial(_watch_input, group.leave_backward)
                     args = map_tensors(watch_input, args)
                     if kwargs:
                         kwargs = map_tensors(watch_input, kwargs)
+                if _next_number() == first:  # no input needs a gradient
+                    context.expect_gradients(group)
             output = forward(*args, **kwargs)
             context.trace.append(("left", group, perf_counter_ns()))
-            watched = watch and _watch_outputs(group, output)
+            watched = watch and _watch_outputs(group, output, given, first)
             context.finished.append(group)
             reshard = group.reshard_after_forward
             if span is not None and not span.ends(module):
@@ -128,7 +146,19 @@ def _watch_input(hook: Callable[..., None], tensor: torch.Tensor) -> torch.Tenso
     return wrap(view, tensor._spec) if isinstance(tensor, DTensor) else view
 
 
-def _watch_outputs(group: ParameterGroup, output: Any) -> bool:
+def _watch_outputs(group: ParameterGroup, output: Any, given: Any, first: int) -> bool:
+    """Call the group's hook before the backward of a module: Note [Outputs written in place].
+
+    Args:
+        group: the module's.
+        output: the module's output, any nest.
+        given: its inputs, which it may have written in place.
+        first: the number of the first node that the module made.
+
+    Returns:
+        True if there may be a backward pass.
+    """
+    nodes: list[Any] = []
     watched = False
     enter: Callable[..., None] = group.enter_backward
     if group.deterministic:
@@ -143,8 +173,17 @@ def _watch_outputs(group: ParameterGroup, output: Any) -> bool:
             node = _grad_fn(tensor)
             if node is None:
                 tensor.register_hook(enter)
-            else:
-                node.register_prehook(enter)
+                continue
+            nodes.append(node)
+            base = _base(tensor)
+            if base is not None and (node := _grad_fn(base)) is not None and node._sequence_nr() >= first:
+                nodes.append(node)
+        for tensor in tensors(given):
+            if _requires_grad(tensor) and (node := _grad_fn(tensor)) is not None and node._sequence_nr() >= first:
+                nodes.append(node)
+                watched = True
+        for node in nodes:
+            node.register_prehook(enter)
     return watched
 
 

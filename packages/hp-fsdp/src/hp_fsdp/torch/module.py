@@ -151,9 +151,23 @@ class HSDPModule(ModuleAPI):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for group in self._groups(True):
             group.reshard()
+        without_values = [place for place in self._buffers_of_no_state() if place[2].is_meta]
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         self._restore()
+        if without_values:  # to_empty gives them memory, but no state that is loaded has their values
+            places = {place[:2] for place in without_values}
+            self._hsdp_group.unfilled += [
+                (*place, place[2].data_ptr(), place[2]._version)
+                for place in self._buffers_of_no_state()
+                if place[:2] in places and not place[2].is_meta
+            ]
         return result
+
+    def _buffers_of_no_state(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        for module in self.modules():
+            for name in module._non_persistent_buffers_set:
+                if (buffer := module._buffers.get(name)) is not None:
+                    yield module, name, buffer
 
     def _restore(self) -> None:
         for group in self._groups(True):

@@ -22,7 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hp_offload.torch.history import Walk
 from hp_offload.torch.packed import Kept, address_of, unpack
 from hp_platform.frames import current_frame
 
@@ -197,13 +196,7 @@ def layout_of(tensor: T) -> _Layout:
 
 
 class Filling(Protocol):
-    """The second run of a region.
-
-    Attributes:
-        walk: through its graph.
-    """
-
-    walk: Walk
+    """The second run of a region."""
 
     def put(self, index: int, tensor: T | None) -> None:
         """Fill the slot of a saved tensor with what it is now; None where it was kept."""

@@ -22,7 +22,6 @@ from hp_offload.checking import MemoryCheck
 from hp_offload.policies import CheckpointPolicy
 from hp_offload.saved import MemoryPlan, block_of, near
 from hp_offload.torch.functions import Filling, Site, is_function
-from hp_offload.torch.history import Walk
 from hp_offload.torch.packed import Kept, Packed, address_of, plain_torch
 from hp_offload.torch.region import run_region
 from hp_offload.torch.sites import KeptOutput, Key, SitePasses
@@ -122,10 +121,10 @@ class _PlannedPasses(SitePasses):
         self._own: dict[int, CheckpointPolicy] = {}
 
     @contextlib.contextmanager
-    def first(self, walk: Walk) -> Iterator[None]:
+    def first(self) -> Iterator[None]:
         if self._planned.swaps:
             self._swap.open()
-        with super().first(walk):
+        with super().first():
             yield
 
     @contextlib.contextmanager

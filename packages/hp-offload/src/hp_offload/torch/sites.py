@@ -16,7 +16,6 @@ from torch import nn
 
 from hp_offload.policies import KEEPS, CheckpointPolicy
 from hp_offload.torch.functions import Calls, Filling, Role, Site, Watched, hand_back, is_function, layout_of
-from hp_offload.torch.history import Walk
 from hp_offload.torch.packed import Kept, Packed, plain_torch
 from hp_offload.torch.surroundings import random_state, set_random_state
 from hp_platform.frames import frame
@@ -123,9 +122,8 @@ class SitePasses:
         self._swapping = False
 
     @contextmanager
-    def first(self, walk: Walk) -> Iterator[None]:
+    def first(self) -> Iterator[None]:
         """Enter the frame of the forward."""
-        self._walk = walk
         outputs = _First(self)
         with frame(outputs=outputs), Calls(outputs) if self.functions else nullcontext():
             yield
@@ -164,30 +162,24 @@ class SitePasses:
         """Call a function, and note what it saves."""
         watched = self._watched = Watched(site)
         try:
-            with self._walk.opaque(site.tensors):
-                out = site.run()
+            out = site.run()
         finally:
             self._watched = None
-        self._walk.computed([out])
         layouts = [layout_of(each)[:2] for each in site.tensors]
         self._calls[len(self._reached)] = watched.roles, layouts, random_state() if site.random else None
         return out
 
     def call_again(self, position: int, key: Key, site: Site, filling: Filling) -> T:
         """Return a function's output in the second run."""
-        kept = self._taken(position, key)
-        if position not in self._calls:
+        out = self._taken(position, key)
+        if out is None:
             return site.run()
         roles, layouts, random = self._calls[position]
-        with filling.walk.opaque(site.tensors):
-            if kept is None or layouts != [layout_of(each)[:2] for each in site.tensors]:
-                out = site.run()
-            else:
-                if random is not None:
-                    set_random_state(random)
-                out = hand_back(site, kept, roles, filling)
-        filling.walk.computed([out])
-        return out
+        if layouts != [layout_of(each)[:2] for each in site.tensors]:
+            return site.run()
+        if random is not None:
+            set_random_state(random)
+        return hand_back(site, out, roles, filling)
 
     def keep(self, key: Key, out: T) -> None:
         """Note the output of an operation that the forward reaches, and keep it if it is to be kept."""
