@@ -33,7 +33,8 @@ for _ in range(4):
     loss, gradients = step(x)
     if ALONE:
         norm = sum((each**2).sum() for each in gradients) ** 0.5
-        gradients = [each * min(1.0, 0.5 / (float(norm) + 1e-6)) for each in gradients]
+        factor = Tensor(min(1.0, 0.5 / (float(norm) + 1e-6)), float64)  # a plain number would be rounded to float32
+        gradients = [each * factor for each in gradients]
     else:
         clip_grad_norm_(weights, 0.5, gradients=gradients)
     with SkipDTensorDispatch():
