@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("hp_platform") is None:
         sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
         os.environ["PYTHONPATH"] = os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what has been started is ended, as on Ctrl-C
     with tempfile.TemporaryDirectory(prefix="programs-") as scratch, busy(options.load):
         outcomes = _run_all(chosen, Path(scratch), pythons, options)
     _summarize(outcomes, left_out, options)
@@ -99,7 +101,7 @@ def _run_all(chosen: list[Program], scratch: Path, pythons: dict, options: argpa
             if outcome is not None:
                 outcomes.append(outcome)
                 _show(outcome, options.json)
-    finally:  # also on Ctrl-C
+    finally:
         pool.shutdown(wait=False, cancel_futures=True)
         end_all()
     return outcomes
