@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from hp_plan import ModelSection, ParallelPlan
@@ -48,3 +51,19 @@ def test_only_what_all_ranks_raised_is_said_to_be_theirs(tmp_path, monkeypatch):
     assert ends.ended_alike(tmp_path, 2) == "the loss of step 3 is nan"
     ends.tell_end(job, Place(0, 2, 0, 2), DivergedError("the loss of step 3 is inf"))
     assert ends.ended_alike(tmp_path, 2) is None
+
+
+def test_no_rank_leaves_before_all_are_past_their_last_barrier(tmp_path):
+    """Else a message that one still owes the others may be lost, and they wait for ever."""
+    plan = ParallelPlan(model=ModelSection(config="Qwen3Config"))
+    job = Job(plan, flights=tmp_path)
+    threads = [threading.Thread(target=ends.leave_together, args=(job, Place(rank, 3, rank, 3))) for rank in range(3)]
+    for thread in threads[:2]:
+        thread.start()
+    while len(list(tmp_path.glob("*.past"))) < 2:
+        time.sleep(0.01)
+    assert all(thread.is_alive() for thread in threads[:2])
+    threads[2].start()
+    for thread in threads:
+        thread.join()
+    ends.leave_together(Job(plan), Place(0, 2, 0, 2))  # started by another launcher: no folder to meet in

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import mindspore
 import pytest
@@ -17,6 +18,7 @@ from mindspore import communication
 import hp_platform
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, close_pools, on_ranks, run_ranks
+from hp_testing.processes import ended
 
 
 @on_ranks(3)
@@ -104,7 +106,9 @@ def test_a_program_under_msrun(tmp_path):
     path = os.pathsep.join([str(scripts), os.environ["PATH"]])  # msrun starts the `python` of the PATH
     environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [str(scripts / "msrun"), *options, "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with ended(subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes)) as process:
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
     logs = "".join((tmp_path / "logs" / f"worker_{rank}.log").read_text() for rank in range(2))
     assert sorted(re.findall("total .*", logs)) == ["total 3.0 on rank 0", "total 3.0 on rank 1"]

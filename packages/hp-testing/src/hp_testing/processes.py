@@ -1,15 +1,18 @@
-"""Ranks that are no pool's: for tests in which one ends, or joins on its own terms."""
+"""Ranks that are no pool's: for tests in which one ends, or joins on its own terms; and programs that start ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-__all__ = ["rank_processes"]
+__all__ = ["ended", "rank_processes"]
 
 
 @contextlib.contextmanager
@@ -46,3 +49,37 @@ def rank_processes(
             process.join()
         for connection in connections:
             connection.close()
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    """Kill a program and all that it has started, as torchrun and msrun do start ranks, however the block ends.
+
+    Args:
+        process: of the program, which leads a session of its own.
+    """
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for each in [process.pid, *_descendants(process.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # whom a child that has ended left behind
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def _descendants(process: int) -> list[int]:
+    """List the processes that a process has started, and those that these have (on Linux)."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(") ")[2].split()[1])
+    found = [process]
+    for parent in found:  # which grows
+        found += [child for child, its in parents.items() if its == parent]
+    return found[1:]

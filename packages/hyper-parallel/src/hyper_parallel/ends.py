@@ -1,4 +1,4 @@
-"""Errors that all ranks raise alike: the launcher says once what they are, and no rank that was first."""
+"""How ranks end together: past their last barrier, or by an error that all of them raise and the launcher says once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,29 @@ from pathlib import Path
 
 from hyper_parallel.launch import EXPLAINED, Job, Place
 
-__all__ = ["ended_alike", "tell_end"]
+__all__ = ["ended_alike", "leave_together", "tell_end"]
 
 _PATIENCE = 2.0
+_LAST = 120.0
 _POLL = 0.02
+
+
+def leave_together(job: Job, place: Place) -> None:
+    """Stay until all ranks are past their last barrier.
+
+    A rank that has come through it may still owe the others a message: mccl sends beside the program, and what it has
+    not sent when the process ends is lost. Whoever waits for that message waits for ever.
+
+    Args:
+        job: of the rank.
+        place: of the rank; one that msrun or torchrun started for somebody else has no folder to meet in.
+    """
+    if job.flights is None:
+        return
+    (job.flights / f"rank-{place.rank}.past").touch()
+    deadline = time.monotonic() + _LAST  # one that ended meanwhile is the launcher's to report
+    while len(list(job.flights.glob("rank-*.past"))) < place.world_size and time.monotonic() < deadline:
+        time.sleep(_POLL)
 
 
 def tell_end(job: Job, place: Place, error: Exception) -> None:

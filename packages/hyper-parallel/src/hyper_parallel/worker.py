@@ -22,7 +22,7 @@ from hp_platform import get_platform
 from hp_platform.extend import end_with_parent, record_flight, watch_parent
 from hyper_parallel.data import has_tokens
 from hyper_parallel.display import Reporter, make_reporter
-from hyper_parallel.ends import tell_end
+from hyper_parallel.ends import leave_together, tell_end
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume, launcher_place
 from hyper_parallel.notes import note
@@ -84,6 +84,7 @@ def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
         # Ranks end together: rank 0 has more to do at the end, and may fail in it. A process that ends while gloo's
         # threads still let go of its last collective's tensors is aborted.
         get_platform().collectives.barrier()
+        leave_together(job, place)
         hp_platform.destroy_process_group()
         if stop is not None and multiprocessing.parent_process() is not None:
             stop.end()

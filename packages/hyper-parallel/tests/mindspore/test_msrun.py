@@ -6,6 +6,7 @@ processes takes seconds for that.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,6 +24,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hp_plan import ParallelPlan
+from hp_testing.processes import ended
 from hyper_parallel.launch import Interrupted, Job, RankFailure
 from hyper_parallel.mindspore.launch import _Signalled, _signals_raise, launch
 
@@ -83,8 +86,20 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """A test that fails, as by a time limit, ends what it started."""
+    with contextlib.ExitStack() as stack:
+        _started.append(stack)
+        yield
+        _started.pop()
+
+
+_started: list[contextlib.ExitStack] = []
+
+
 def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*arguments],
         cwd=folder,
         env={**os.environ, "HYPER_PARALLEL_DEVICE": "cpu", **environment},
@@ -93,6 +108,7 @@ def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen
         text=True,
         start_new_session=True,
     )
+    return _started[-1].enter_context(ended(process))
 
 
 def alive(folder: Path) -> list[int]:
