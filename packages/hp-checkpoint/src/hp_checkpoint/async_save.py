@@ -106,6 +106,7 @@ def async_save(
         _idle.append(writer)
         raise
     future: Future[Manifest] = Future()
+    part = prepared.part  # the thread keeps no tensor alive
     if callback is not None:
         future.add_done_callback(callback)
 
@@ -113,7 +114,7 @@ def async_save(
         try:
             writer.written()
             writer.committed()
-            manifest = _committed(prepared.part, target, folders[0])
+            manifest = _committed(part, target, folders[0])
         except BaseException as error:
             writer.fail(CheckpointError(str(error)))
             _idle.append(writer)

@@ -19,6 +19,7 @@ from hp_platform.observing import CollectiveCounts, count_collectives
 from hp_platform.peers import LostRankError
 from hp_platform.platform import Platform, get_platform
 from hp_platform.random import manual_seed
+from hp_platform.watching import watch_hangs
 
 __all__ = [
     "CollectiveCounts",
@@ -35,4 +36,5 @@ __all__ = [
     "manual_seed",
     "mark_created_groups",
     "split_group",
+    "watch_hangs",
 ]

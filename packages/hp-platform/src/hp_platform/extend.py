@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from hp_platform.agreement import agree, describe, gather_bytes, share_bytes
-from hp_platform.flight import Flight, Operation, beating, flight_stack, note_step, read_flight, record_flight
+from hp_platform.flight import Flight, beating, note_step, read_flight, record_flight
 from hp_platform.groups import own_rank, when_groups_end
-from hp_platform.hangs import Hang, find_hang
+from hp_platform.hang_reports import (
+    ask_for_stacks,
+    describe_hang,
+    has_ended,
+    last_operation,
+    process_state,
+    send_signal,
+)
+from hp_platform.hangs import find_hang
 from hp_platform.host import end_with_parent, watch_parent
 from hp_platform.observing import attribute_to, attributed_modules, observers
 from hp_platform.peers import FailedRankError
@@ -26,30 +34,33 @@ __all__ = [
     "DEVICE",
     "FailedRankError",
     "Flight",
-    "Hang",
     "KINDS",
-    "Operation",
     "PLATFORM",
     "PLATFORMS",
     "SettingError",
     "TreeSum",
     "agree",
+    "ask_for_stacks",
     "attribute_to",
     "attributed_modules",
     "beating",
     "describe",
+    "describe_hang",
     "end_with_parent",
     "find_hang",
-    "flight_stack",
     "gather_bytes",
+    "has_ended",
+    "last_operation",
     "lazy_exports",
     "load_port",
     "note_step",
     "observers",
     "own_rank",
     "platform_name",
+    "process_state",
     "read_flight",
     "record_flight",
+    "send_signal",
     "share_bytes",
     "subtrees",
     "wanted_platform",

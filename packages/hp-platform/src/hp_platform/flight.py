@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hp_platform.groups import when_groups_end
+from hp_platform.groups import number_of, when_groups_end
 from hp_platform.port import Handle, port
 
 __all__ = [
@@ -61,7 +61,7 @@ class Channel:
     Attributes:
         ranks: global ranks; of messages the sender and the receiver.
         messages: True between two ranks, False in a group.
-        number: counts the groups of the same ranks.
+        number: tells groups of the same ranks apart.
     """
 
     ranks: tuple[int, ...]
@@ -126,13 +126,15 @@ class FlightRecorder:
         self._entries: dict[Any, list[int]] = {}  # the channel's number in the page, and that of its last collective
         self._numbers: dict[Channel, list[int]] = {}
         self._lines = open(folder / f"rank-{rank}.channels", "w", encoding="ascii", buffering=1)
-        self._stacks = open(folder / f"rank-{rank}.{STACKS}", "w", encoding="utf-8")
+        self._stacks = os.open(folder / f"rank-{rank}.{STACKS}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(folder / f"rank-{rank}.new", "w+b") as file:
             file.truncate(8 * _WORDS)
             self._page = memoryview(mmap.mmap(file.fileno(), 8 * _WORDS)).cast("q")
         self._page[_WAITING], self._page[_PID] = _NOWHERE, os.getpid()
         os.rename(folder / f"rank-{rank}.new", folder / f"rank-{rank}.flight")
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        while _left:
+            os.close(_left.pop())
 
     def note(self, phase: str, step: int) -> None:
         """Note a phase of the run, and how many steps are done."""
@@ -187,9 +189,12 @@ class FlightRecorder:
         """Give a channel its place in the page, at its first collective."""
         members = tuple(port().groups.members(group))
         if peer is None:
+            # Ranks may use their groups in different orders, so the order of use tells only what was made elsewhere.
             here = {id(entry) for entry in self._entries.values()}
-            alike = [each.ranks for each, entry in self._numbers.items() if id(entry) in here and not each.messages]
-            channel = Channel(members, number=alike.count(members))
+            taken = {each for each, entry in self._numbers.items() if id(entry) in here}
+            channel = Channel(members, number=number_of(group) or 0)
+            while channel in taken:
+                channel = Channel(members, number=channel.number + 1)
         else:
             pair = (self._rank, members[peer])
             channel = Channel(pair if kind == "send" else pair[::-1], messages=True)
@@ -204,11 +209,18 @@ class FlightRecorder:
         """Let go of the groups, which have ended."""
         self._entries.clear()
 
+    def leave(self) -> None:
+        """End the notes; a SIGUSR1 that is under way still writes a stack, where it would end the process."""
+        self._page[_PHASE] = PHASES.index("end")
+        self.forget()
+        self._lines.close()
+        _left.append(self._stacks)
+
     def close(self) -> None:
-        """End the notes."""
+        """End the notes, and what SIGUSR1 does."""
         faulthandler.unregister(signal.SIGUSR1)
         self._lines.close()
-        self._stacks.close()
+        os.close(self._stacks)
 
 
 class _Awaited:
@@ -225,6 +237,7 @@ class _Awaited:
 
 
 recorder: FlightRecorder | None = None
+_left: list[int] = []  # files of stacks, of recorders that were left: the last one's is in use
 
 
 def record_flight(folder: Path, rank: int) -> FlightRecorder:
@@ -236,8 +249,22 @@ def record_flight(folder: Path, rank: int) -> FlightRecorder:
     """
     global recorder
     recorder = FlightRecorder(folder, rank)
-    when_groups_end(recorder.forget)
     return recorder
+
+
+@when_groups_end
+def _forget() -> None:
+    if recorder is not None:
+        recorder.forget()
+
+
+def _leave_after_fork() -> None:
+    """Leave the page to the rank: what it forks is no rank, and shares the page's memory."""
+    global recorder
+    recorder = None
+
+
+os.register_at_fork(after_in_child=_leave_after_fork)
 
 
 def note_step(phase: str, step: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,7 @@ class _Registry:
         by_ranks: each group by its ascending global ranks.
         options: those that each was created with; a group that the framework created is added when first requested.
         created: how often a group of these ranks was created; part of the new group's name.
+        numbers: of each group that was created here, among those of its ranks; the default group's is 0.
     """
 
     def __init__(self) -> None:
@@ -38,11 +39,12 @@ class _Registry:
         self.by_ranks: dict[tuple[int, ...], Group] = {}
         self.options: dict[tuple[int, ...], Any] = {}
         self.created: Counter[tuple[int, ...]] = Counter()
+        self.numbers: dict[Group, int] = {}
 
     def clear(self) -> None:
         """Forget all groups; the default one is gone."""
         self.world = None
-        for entries in (self.by_ranks, self.options, self.created):
+        for entries in (self.by_ranks, self.options, self.created, self.numbers):
             entries.clear()
         port().groups.leave()
 
@@ -117,6 +119,7 @@ def destroy_process_group(group: Group | None = None) -> None:
     for key in [key for key, member in _registry.by_ranks.items() if member == group]:
         del _registry.by_ranks[key]
         _registry.options.pop(key, None)
+    _registry.numbers.pop(group, None)
     own.destroy(group)
     groups_ended()
 
@@ -165,16 +168,12 @@ def is_initialized() -> bool:
     return port().groups.world() is not None
 
 
-def known_groups() -> Mapping[tuple[int, ...], Group]:
+def known_groups() -> dict[tuple[int, ...], Group]:
     """Get the groups that this process is in, by their ranks.
 
     Raises:
         RuntimeError: there is no default group yet.
     """
-    return _known()
-
-
-def _known() -> dict[tuple[int, ...], Group]:
     world = default_group()
     if world != _registry.world:
         _registry.clear()
@@ -202,7 +201,7 @@ def new_group(ranks: Sequence[int], pg_options: Any | None = None) -> Group:
         RuntimeError: there is no default group yet.
     """
     key = tuple(sorted(ranks))
-    if key not in _known():
+    if key not in known_groups():
         check_ranks(key, rank(), size())
     return _of(key, pg_options)
 
@@ -211,7 +210,7 @@ def _of(
     key: tuple[int, ...], pg_options: Any, timeout: timedelta | None = None, group_desc: str | None = None
 ) -> Group:
     """Get the group of ascending ranks that this process is among, and compare what it was made with."""
-    groups, own = _known(), port().groups
+    groups, own = known_groups(), port().groups
     if key not in groups:
         groups[key] = _make(key, pg_options, timeout, group_desc)
         _registry.options[key] = pg_options
@@ -226,7 +225,14 @@ def _of(
 def _make(key: tuple[int, ...], pg_options: Any, timeout: timedelta | None, group_desc: str | None) -> Group:
     number = _registry.created[key]
     _registry.created[key] += 1
-    return port().groups.create(key, number, timeout, pg_options, group_desc)
+    group = port().groups.create(key, number, timeout, pg_options, group_desc)
+    _registry.numbers[group] = number + (len(key) == size(_registry.world))
+    return group
+
+
+def number_of(group: Group) -> int | None:
+    """Return a group's number among those of its ranks, on all of them alike; None of one that was made elsewhere."""
+    return 0 if group == _registry.world else _registry.numbers.get(group)
 
 
 def second_group(ranks: Sequence[int]) -> Group:
@@ -237,7 +243,7 @@ def second_group(ranks: Sequence[int]) -> Group:
     Args:
         ranks: global ranks, this one among them.
     """
-    _known()
+    known_groups()
     return _make(tuple(sorted(ranks)), None, None, None)
 
 
@@ -293,7 +299,7 @@ def mark_created_groups(groups: Group | Iterable[Group]) -> None:
     Args:
         groups: a group, or several; what a framework returns to ranks outside of a group is passed over.
     """
-    registered, own = _known(), port().groups
+    registered, own = known_groups(), port().groups
     for group in [groups] if own.is_group(groups) or isinstance(groups, str) else groups:
         if own.is_group(group):
             registered.setdefault(tuple(sorted(own.members(group))), group)

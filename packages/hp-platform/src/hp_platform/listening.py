@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
-__all__ = ["Address", "Listener", "is_another", "own_host"]
+__all__ = ["Address", "Listener", "is_another", "own_host", "own_network"]
 
 _HELLO = 128  # bytes of a token and a rank, at the most
 _MESSAGE = 2**16
@@ -65,7 +65,8 @@ def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host in ("::1", "localhost")
 
 
-def _network() -> str:
+def own_network() -> str:
+    """Name this process's network stack, which the processes of one machine, or of one container, share."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.readlink('/proc/self/ns/net')}"
@@ -138,7 +139,7 @@ class Listener:
         except OSError:
             self._socket.close()
             raise
-        self.address = Address(host, self._socket.getsockname()[1], _network(), secrets.token_hex(16))
+        self.address = Address(host, self._socket.getsockname()[1], own_network(), secrets.token_hex(16))
 
     def watch(self, heard: Callable[[], object]) -> None:
         """Sleep in a thread until a rank tells of a loss or of its failure, or until `rest` or `close`.
