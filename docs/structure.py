@@ -1,8 +1,11 @@
 """Count the source: lines and files by package and wing, import circles, imports of other packages' internals.
 
+It also finds closures that call themselves: Note [No closure calls itself] in `hp_platform.nested`.
+
     python docs/structure.py            the working tree
     python docs/structure.py REVISION   a commit, tag or branch
-    python docs/structure.py --check    fail where the working tree has a circle or imports another package's internals
+    python docs/structure.py --check    fail where the working tree has a circle, imports another package's internals,
+                                        or has a closure that calls itself
     python docs/structure.py --cold     files that a first `x @ w` of DTensors passes, a second, and its backward
 
 A wing is `neutral`, `torch` or `mindspore`, by the folder a module is in. Code is what is left of the lines without
@@ -26,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +53,8 @@ class Module:
     """Modules that it imports, by full name."""
     late: int = 0
     """Imports inside functions, of modules of this repository."""
+    held: list[str] = field(default_factory=list)
+    """Closures that call themselves, or each other, each with its line."""
 
 
 def main() -> None:
@@ -128,6 +133,7 @@ def _module(name: str, path: Path, is_package: bool, known: object) -> Module:
     parts = name.split(".")
     wing = next((part for part in parts[1:] if part in WINGS), "neutral")
     module = Module(name, parts[0], wing, text.count("\n"), _code_lines(text, tree))
+    module.held = list(_holding_themselves(compile(text, str(path), "exec", dont_inherit=True)))
     here = name if is_package else name.rpartition(".")[0]
     for node, inside in _imports(tree):
         for target in _targets(node, here):
@@ -183,21 +189,51 @@ def _code_lines(text: str, tree: ast.Module) -> int:
     return len(lines)
 
 
+def _holding_themselves(code: CodeType) -> Iterator[str]:
+    """Find functions inside functions that hold themselves by their cells: they call themselves, or each other."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    holds = {each.co_name: set(each.co_freevars).intersection(code.co_cellvars) for each in inner}
+    for each in inner:
+        reached, pending = set[str](), [each.co_name]
+        while pending:
+            new = holds.get(pending.pop(), set()) - reached
+            reached |= new
+            pending += new
+        if each.co_name in reached:
+            yield f"{each.co_name}, line {each.co_firstlineno}"
+        yield from _holding_themselves(each)
+
+
 def circles(modules: dict[str, Module]) -> list[list[str]]:
     """Find the strongly connected sets of two or more modules within one package, largest first (Tarjan 1972)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
+    search = _Search(modules)
+    sys.setrecursionlimit(10_000)
+    for name in modules:
+        search.visit(name)
+    return sorted(search.found, key=len, reverse=True)
 
-    def visit(name: str) -> None:
+
+class _Search:
+    """Tarjan's search, by the modules' imports."""
+
+    def __init__(self, modules: dict[str, Module]) -> None:
+        self.modules = modules
+        self.index: dict[str, int] = {}
+        self.low: dict[str, int] = {}
+        self.stack: list[str] = []
+        self.found: list[list[str]] = []
+
+    def visit(self, name: str) -> None:
+        if name in self.index:
+            return
+        index, low, stack = self.index, self.low, self.stack
         index[name] = low[name] = len(index)
         stack.append(name)
-        for other in sorted(modules[name].imports):
-            if modules[other].package != modules[name].package:
+        for other in sorted(self.modules[name].imports):
+            if self.modules[other].package != self.modules[name].package:
                 continue
             if other not in index:
-                visit(other)
+                self.visit(other)
                 low[name] = min(low[name], low[other])
             elif other in stack:
                 low[name] = min(low[name], index[other])
@@ -205,13 +241,7 @@ def circles(modules: dict[str, Module]) -> list[list[str]]:
             at = stack.index(name)
             component, stack[at:] = stack[at:], []
             if len(component) > 1:
-                found.append(sorted(component))
-
-    sys.setrecursionlimit(10_000)
-    for name in modules:
-        if name not in index:
-            visit(name)
-    return sorted(found, key=len, reverse=True)
+                self.found.append(sorted(component))
 
 
 def internals(modules: dict[str, Module]) -> Counter[tuple[str, str]]:
@@ -238,6 +268,13 @@ def complaints(modules: dict[str, Module]) -> Iterator[str]:
             " module below them, or hand a function over as `hp_dtensor.torch` does with `dtensor.install`; an import"
             " inside a function counts too"
         )
+    for module in modules.values():
+        for closure in module.held:
+            yield (
+                f"{module.name} has a closure that calls itself ({closure}): it holds all that it sees until Python's"
+                " collector runs; make it a function of the module that is handed what it needs, or walk nested values"
+                " by hp_platform.extend.map_nested"
+            )
 
 
 def tables(modules: dict[str, Module]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""docs/structure.py refuses circles of imports, those that an import inside a function closes too."""
+"""docs/structure.py refuses circles of imports, and closures that hold themselves."""
 
 from __future__ import annotations
 
@@ -47,3 +47,33 @@ def test_an_import_inside_a_function_closes_a_circle(structure: Any, tmp_path: P
 def test_what_is_imported_for_types_alone_closes_none(structure: Any, tmp_path: Path) -> None:
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hp_p.high\n"
     assert complaints(structure, tmp_path, low=typed, high="import hp_p.low\n") == []
+
+
+def test_closures_that_call_themselves_or_each_other_are_named_with_their_lines(structure: Any, tmp_path: Path) -> None:
+    text = """\
+def outer(x):
+    def walk(v):
+        return [walk(item) for item in v] if v else x
+
+    def ping():
+        return pong()
+
+    def pong():
+        return ping()
+
+    def once(once):
+        return once
+
+    def fine():
+        ping = x
+        return ping
+
+    return walk, once, fine
+"""
+    found = complaints(structure, tmp_path, low=text)
+    assert [each.split(":")[0] for each in found] == [
+        f"hp_p.low has a closure that calls itself ({closure})"
+        for closure in ("walk, line 2", "ping, line 5", "pong, line 8")
+    ]
+    method = "class A:\n    def f(self):\n        return self.f() + len(f())\ndef f():\n    return f()\n"
+    assert complaints(structure, tmp_path / "other", low=method) == []

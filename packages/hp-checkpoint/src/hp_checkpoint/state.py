@@ -78,34 +78,36 @@ def flatten(state: Mapping[str, Any]) -> State:
         raise TypeError(f"checkpoint: the state is a {type(state).__name__}, expected a dictionary")
     top = "state" if "model" in state else "model"
 
-    def visit(value: Any, path: tuple[Any, ...]) -> Any:
-        if is_tensor(value):
-            return {_TENSOR: list(_add(result, places, address(path, top), value))}
-        if isinstance(value, Mapping):
-            for key in value:
-                if not isinstance(key, (str, int)):
-                    raise TypeError(f"checkpoint: {_dotted(path)!r} has the key {key!r}; keys are strings or numbers")
-                _check_text(key, path)
-            items = [(key, visit(inner, (*path, key))) for key, inner in value.items()]
-            if all(isinstance(key, str) for key, _ in items) and not _MARKS.intersection(value):
-                return dict(items)
-            return {_PAIRS: [list(item) for item in items]}
-        if isinstance(value, (list, tuple)):
-            items = [visit(inner, (*path, number)) for number, inner in enumerate(value)]
-            return {_TUPLE: items} if isinstance(value, tuple) else items
-        if type(value) is float and not math.isfinite(value):
-            return {_FLOAT: repr(value)}
-        if value is None or type(value) in (bool, int, float, str):
-            _check_text(value, path)
-            return value
-        raise TypeError(
-            f"checkpoint: {_dotted(path)!r} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint has"
-            " tensors, arrays, and what JSON has (None, bool, int, float, str, lists, dictionaries), because a pickle"
-            f" would run code when it is loaded. {_advice(value)}"
-        )
-
-    result.tree = visit(state, ())
+    result.tree = _tree(state, (), lambda path, value: _add(result, places, address(path, top), value))
     return result
+
+
+def _tree(value: Any, path: tuple[Any, ...], add: Callable[[tuple[Any, ...], Any], Address]) -> Any:
+    """Return a value as JSON, with the address that ``add`` gives it in the place of each tensor."""
+    if is_tensor(value):
+        return {_TENSOR: list(add(path, value))}
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, (str, int)):
+                raise TypeError(f"checkpoint: {_dotted(path)!r} has the key {key!r}; keys are strings or numbers")
+            _check_text(key, path)
+        items = [(key, _tree(inner, (*path, key), add)) for key, inner in value.items()]
+        if all(isinstance(key, str) for key, _ in items) and not _MARKS.intersection(value):
+            return dict(items)
+        return {_PAIRS: [list(item) for item in items]}
+    if isinstance(value, (list, tuple)):
+        items = [_tree(inner, (*path, number), add) for number, inner in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    if type(value) is float and not math.isfinite(value):
+        return {_FLOAT: repr(value)}
+    if value is None or type(value) in (bool, int, float, str):
+        _check_text(value, path)
+        return value
+    raise TypeError(
+        f"checkpoint: {_dotted(path)!r} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint has"
+        " tensors, arrays, and what JSON has (None, bool, int, float, str, lists, dictionaries), because a pickle"
+        f" would run code when it is loaded. {_advice(value)}"
+    )
 
 
 def _advice(value: Any) -> str:
@@ -219,26 +221,26 @@ def merge(trees: list[Any]) -> Any:
     Raises:
         ValueError: two ranks have different values of a key.
     """
-
-    def join(one: Any, other: Any, path: tuple[Any, ...]) -> Any:
-        if one == other and type(one) is type(other):
-            return one
-        plain = isinstance(one, dict) and isinstance(other, dict) and not _MARKS.intersection({*one, *other})
-        if not plain:
-            texts = [json.dumps(each)[:80] for each in (one, other)]
-            raise ValueError(
-                f"save: {_dotted(path)!r} is {texts[0]} on one rank and {texts[1]} on another. Values that differ by"
-                " rank need keys of their own, as f'rank{rank}'"
-            )
-        return {
-            key: join(one[key], other[key], (*path, key)) if key in one and key in other else {**other, **one}[key]
-            for key in dict.fromkeys([*one, *other])
-        }
-
     result = trees[0]
     for tree in trees[1:]:
-        result = join(result, tree, ())
+        result = _join(result, tree, ())
     return result
+
+
+def _join(one: Any, other: Any, path: tuple[Any, ...]) -> Any:
+    if one == other and type(one) is type(other):
+        return one
+    plain = isinstance(one, dict) and isinstance(other, dict) and not _MARKS.intersection({*one, *other})
+    if not plain:
+        texts = [json.dumps(each)[:80] for each in (one, other)]
+        raise ValueError(
+            f"save: {_dotted(path)!r} is {texts[0]} on one rank and {texts[1]} on another. Values that differ by"
+            " rank need keys of their own, as f'rank{rank}'"
+        )
+    return {
+        key: _join(one[key], other[key], (*path, key)) if key in one and key in other else {**other, **one}[key]
+        for key in dict.fromkeys([*one, *other])
+    }
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,19 +41,24 @@ def torch_file(path: Path) -> tuple[Manifest, Any]:
         top = "state" if "model" in state else "model"
         parts: dict[str, dict[str, Entry]] = {}
 
-        def visit(value: Any, keys: tuple[Any, ...]) -> Any:
-            if isinstance(value, StoredTensor):
-                at = TensorPlace(address(keys, top))
-                parts.setdefault(at[0], {})[at[1]] = _entry(path, archive, at[1], value)
-                return at
-            if isinstance(value, Mapping):
-                return {key: visit(inner, (*keys, key)) for key, inner in value.items()}
-            if isinstance(value, (list, tuple)):
-                return type(value)(visit(inner, (*keys, number)) for number, inner in enumerate(value))
-            return value
+        def place(tensor: StoredTensor, keys: tuple[Any, ...]) -> TensorPlace:
+            at = TensorPlace(address(keys, top))
+            parts.setdefault(at[0], {})[at[1]] = _entry(path, archive, at[1], tensor)
+            return at
 
-        tree = visit(state, ())
+        tree = _placed(state, (), place)
     return Manifest(None, parts, {path.name: FileSums(size, ())}), tree
+
+
+def _placed(value: Any, keys: tuple[Any, ...], place: Callable[[StoredTensor, tuple[Any, ...]], TensorPlace]) -> Any:
+    """Return a value with the place that ``place`` gives it in the place of each tensor."""
+    if isinstance(value, StoredTensor):
+        return place(value, keys)
+    if isinstance(value, Mapping):
+        return {key: _placed(inner, (*keys, key), place) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_placed(inner, (*keys, number), place) for number, inner in enumerate(value))
+    return value
 
 
 def _entry(path: Path, archive: Archive, name: str, tensor: StoredTensor) -> Entry:

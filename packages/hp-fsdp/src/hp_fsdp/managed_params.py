@@ -14,7 +14,7 @@ Note [Before an optimizer's first step]
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
@@ -86,16 +86,14 @@ def find_parameters(
     owned = own or {}
     new: dict[int, Any] = {}
     seen: set[int] = set()
-
-    def visit(current: Any, prefix: str) -> None:
-        if id(current) in seen:
-            return
-        seen.add(id(current))
+    roots = [(root, "" if len(modules) == 1 else f"{index}.") for index, root in enumerate(modules)]
+    found = ((root, *inside) for root, prefix in roots for inside in _outside_groups(root, prefix, children, seen))
+    for root, current, prefix in found:
         for name, parameter in getattr(current, parameters).items():
             if parameter is None or id(parameter) in skip:
                 continue
-            managed: Any = owned.get(id(parameter)) or new.get(id(parameter))
-            if managed is None:
+            known = owned.get(id(parameter)) or new.get(id(parameter))
+            if known is None:
                 owner = owner_of(parameter)
                 if owner is not None:
                     raise ValueError(
@@ -104,16 +102,21 @@ def find_parameters(
                         " don't call it on either of the modules that share it, so that both fall to the group of a"
                         " module around them; on PyTorch fully_shard([one, other]) also takes both"
                     )
-                managed = new[id(parameter)] = make(prefix + name, parameter)
-            if not any(place is current and key == name for place, key in managed.places):
-                managed.places.append((current, name))
-        for name, child in getattr(current, children).items():
-            if child is not None and group_of(child) is None:
-                visit(child, f"{prefix}{name}.")
-
-    for index, root in enumerate(modules):
-        visit(root, "" if len(modules) == 1 else f"{index}.")
+                known = new[id(parameter)] = make(prefix + name, parameter)
+            if not any(place is current and key == name for place, key in known.places):
+                known.places.append((current, name))
     return list(new.values())
+
+
+def _outside_groups(module: Any, prefix: str, children: str, seen: set[int]) -> Iterator[tuple[Any, str]]:
+    """List a module and those inside that no group has, each once, with what their parameters' names begin with."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield module, prefix
+    for name, child in getattr(module, children).items():
+        if child is not None and group_of(child) is None:
+            yield from _outside_groups(child, f"{prefix}{name}.", children, seen)
 
 
 class Roster:

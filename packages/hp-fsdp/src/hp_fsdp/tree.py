@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -16,57 +17,58 @@ def tree_functions(kind: type) -> tuple[Callable[..., Any], Callable[[Any], Iter
     Args:
         kind: the class.
     """
+    return functools.partial(_map_tensors, kind), functools.partial(_tensors, kind)
 
-    def tensors(tree: Any) -> Iterator[Any]:
-        """Yield every tensor in ``tree``, in order."""
-        if isinstance(tree, kind):
-            yield tree
-        elif isinstance(tree, (tuple, list)):
-            for item in tree:
-                yield from tensors(item)
-        elif isinstance(tree, MutableMapping):
-            for item in tree.values():
-                yield from tensors(item)
-        elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-            for field in dataclasses.fields(tree):
-                yield from tensors(getattr(tree, field.name, None))
 
-    def map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
-        """Apply ``function`` to the tensors in ``tree``; parts without changed tensors stay the same objects.
+def _tensors(kind: type, tree: Any) -> Iterator[Any]:
+    """Yield every tensor in ``tree``, in order."""
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _tensors(kind, item)
+    elif isinstance(tree, MutableMapping):
+        for item in tree.values():
+            yield from _tensors(kind, item)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from _tensors(kind, getattr(tree, field.name, None))
 
-        Containers keep their type (a ``ModelOutput`` stays one): a changed one is a shallow copy.
-        """
-        if isinstance(tree, kind):
-            return function(tree)
-        if isinstance(tree, (tuple, list)):
-            items = []
-            same = True
-            for item in tree:
-                new = function(item) if isinstance(item, kind) else map_tensors(function, item)
-                same = same and new is item
-                items.append(new)
-            if same:
-                return tree
-            if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-                return type(tree)(*items)
-            return type(tree)(items)
-        if isinstance(tree, MutableMapping):
-            changed = {key: new for key, old in tree.items() if (new := map_tensors(function, old)) is not old}
-            if not changed:
-                return tree
-            mapping = copy.copy(tree)
-            for key, new in changed.items():
-                mapping[key] = new
-            return mapping
-        if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-            pairs = [(field.name, getattr(tree, field.name, None)) for field in dataclasses.fields(tree)]
-            changed = {name: new for name, old in pairs if (new := map_tensors(function, old)) is not old}
-            if not changed:
-                return tree
-            copied = copy.copy(tree)
-            for name, new in changed.items():
-                object.__setattr__(copied, name, new)
-            return copied
-        return tree
 
-    return map_tensors, tensors
+def _map_tensors(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply ``function`` to the tensors in ``tree``; parts without changed tensors stay the same objects.
+
+    Containers keep their type (a ``ModelOutput`` stays one): a changed one is a shallow copy.
+    """
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, (tuple, list)):
+        items = []
+        same = True
+        for item in tree:
+            new = function(item) if isinstance(item, kind) else _map_tensors(kind, function, item)
+            same = same and new is item
+            items.append(new)
+        if same:
+            return tree
+        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+            return type(tree)(*items)
+        return type(tree)(items)
+    if isinstance(tree, MutableMapping):
+        changed = {key: new for key, old in tree.items() if (new := _map_tensors(kind, function, old)) is not old}
+        if not changed:
+            return tree
+        mapping = copy.copy(tree)
+        for key, new in changed.items():
+            mapping[key] = new
+        return mapping
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        pairs = [(field.name, getattr(tree, field.name, None)) for field in dataclasses.fields(tree)]
+        changed = {name: new for name, old in pairs if (new := _map_tensors(kind, function, old)) is not old}
+        if not changed:
+            return tree
+        copied = copy.copy(tree)
+        for name, new in changed.items():
+            object.__setattr__(copied, name, new)
+        return copied
+    return tree

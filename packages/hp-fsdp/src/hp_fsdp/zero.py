@@ -12,7 +12,7 @@ Note [Axes of hsdp]
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from hp_dtensor import DeviceMesh, init_device_mesh
@@ -263,22 +263,25 @@ def modules_by_size(model: M, max_bytes: int) -> list[M]:
     chosen: dict[int, Any] = {}
     taken: set[int] = set()  # ids of parameters that have a group
 
-    def visit(module: Any) -> None:
-        if anatomy.bytes_of(module, taken) > max_bytes:
-            for child in anatomy.children_of(module):
-                visit(child)
-        worth = anatomy.bytes_of(module, taken) * TINY >= max_bytes
-        if module is not model and worth and _fits(anatomy, module, shared):
-            take(module)
-
     def take(module: Any) -> None:
         if id(module) not in chosen:
             chosen[id(module)] = module
             taken.update(id(parameter) for parameter in anatomy.uses(module))
 
-    visit(model)
+    for module in _inner_first(anatomy, model, lambda module: anatomy.bytes_of(module, taken) > max_bytes):
+        worth = anatomy.bytes_of(module, taken) * TINY >= max_bytes
+        if module is not model and worth and _fits(anatomy, module, shared):
+            take(module)
     take(model)
     return list(chosen.values())
+
+
+def _inner_first(anatomy: Anatomy, module: Any, enters: Callable[[Any], bool]) -> Iterator[Any]:
+    """List a module after the modules inside; those of a module are listed if ``enters`` says so when it is reached."""
+    if enters(module):
+        for child in anatomy.children_of(module):
+            yield from _inner_first(anatomy, child, enters)
+    yield module
 
 
 def _uses(anatomy: Anatomy, module: Any) -> dict[int, int]:

@@ -15,6 +15,7 @@ from hp_platform.hang_reports import (
 )
 from hp_platform.hangs import find_hang
 from hp_platform.host import end_with_parent, watch_parent
+from hp_platform.nested import map_nested
 from hp_platform.observing import attribute_to, attributed_modules, observers
 from hp_platform.peers import FailedRankError
 from hp_platform.ports import (
@@ -53,6 +54,7 @@ __all__ = [
     "last_operation",
     "lazy_exports",
     "load_port",
+    "map_nested",
     "note_step",
     "observers",
     "own_rank",

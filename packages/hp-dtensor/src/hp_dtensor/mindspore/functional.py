@@ -92,27 +92,27 @@ def _placed(grads: Any, args: Any, grad_position: Any, weights: Any) -> Any:
     if weights is not None:
         by_weight = weights if isinstance(weights, Tensor) else tuple(weights)
         sources = by_weight if grad_position is None else (sources, by_weight)
+    return _like(grads, sources)
 
-    def place(grad: Any, source: Any) -> Any:
-        if isinstance(source, (tuple, list)):
-            if not isinstance(grad, (tuple, list)):  # for a tuple of one position MindSpore returns no tuple
-                return place(grad, source[0])
-            return tuple(place(g, s) for g, s in zip(grad, source, strict=True))
-        if not isinstance(source, DTensor) or isinstance(grad, DTensor):
-            return grad
-        spec = grad_spec(source._spec)
-        if tuple(grad.shape) != spec.local_shape:
-            # An unused Parameter gets zeros of the shape that it had before it was distributed.
-            if grad.asnumpy().any():
-                raise RuntimeError(
-                    f"MindSpore computed a gradient of shape {tuple(grad.shape)} for a DTensor of local shape"
-                    f" {spec.local_shape}: it used the Parameter's shape from before it was distributed; distribute it"
-                    " before a kernel reads it"
-                )
-            grad = ops.zeros(spec.local_shape, grad.dtype)
-        return wrap(grad, spec)
 
-    return place(grads, sources)
+def _like(grad: Any, source: Any) -> Any:
+    if isinstance(source, (tuple, list)):
+        if not isinstance(grad, (tuple, list)):  # for a tuple of one position MindSpore returns no tuple
+            return _like(grad, source[0])
+        return tuple(_like(g, s) for g, s in zip(grad, source, strict=True))
+    if not isinstance(source, DTensor) or isinstance(grad, DTensor):
+        return grad
+    spec = grad_spec(source._spec)
+    if tuple(grad.shape) != spec.local_shape:
+        # An unused Parameter gets zeros of the shape that it had before it was distributed.
+        if grad.asnumpy().any():
+            raise RuntimeError(
+                f"MindSpore computed a gradient of shape {tuple(grad.shape)} for a DTensor of local shape"
+                f" {spec.local_shape}: it used the Parameter's shape from before it was distributed; distribute it"
+                " before a kernel reads it"
+            )
+        grad = ops.zeros(spec.local_shape, grad.dtype)
+    return wrap(grad, spec)
 
 
 class DFunction(_Function):

@@ -15,6 +15,7 @@ from hp_dtensor.mindspore.ops.bindings import BINDINGS
 from hp_dtensor.ops.planning import Binding, Call
 from hp_dtensor.rules.acceptable import check_results, choose
 from hp_dtensor.rules.factors import Solution
+from hp_platform.extend import map_nested
 
 __all__ = ["register_sharding"]
 
@@ -87,13 +88,13 @@ def _described(value: Any) -> Any:
     return float if type(value) is float else value
 
 
-def _asked(call: Call) -> list[Any]:
-    def zeros(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(zeros(item) for item in value)
-        return ops.zeros(value._spec.shape, value.dtype) if isinstance(value, DTensor) else value
+def _zeros(value: Any) -> Any:
+    return ops.zeros(value._spec.shape, value.dtype) if isinstance(value, DTensor) else value
 
-    arguments = [zeros(value) for value in call.args], {name: zeros(value) for name, value in call.kwargs.items()}
+
+def _asked(call: Call) -> list[Any]:
+    named = {name: map_nested(_zeros, value) for name, value in call.kwargs.items()}
+    arguments = map_nested(_zeros, list(call.args)), named
     with local_mode():
         out = call.func(*arguments)
     return [tuple(v.shape) for v in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(v, Tensor)]

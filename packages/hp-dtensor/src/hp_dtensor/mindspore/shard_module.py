@@ -15,14 +15,14 @@ __all__ = ["Tensor", "distribute", "named_modules", "named_parameters"]
 
 def named_modules(module: nn.Cell) -> dict[str, nn.Cell]:
     """List all Cells inside, the Cell itself among them, each under every name that it has."""
+    return dict(_walk(module, ""))
 
-    def walk(cell: nn.Cell, prefix: str) -> Iterator[tuple[str, nn.Cell]]:
-        yield prefix, cell
-        for name, child in cell.name_cells().items():
-            if child is not None:
-                yield from walk(child, f"{prefix}.{name}" if prefix else name)
 
-    return dict(walk(module, ""))
+def _walk(cell: nn.Cell, prefix: str) -> Iterator[tuple[str, nn.Cell]]:
+    yield prefix, cell
+    for name, child in cell.name_cells().items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}.{name}" if prefix else name)
 
 
 def named_parameters(module: nn.Cell) -> dict[str, Parameter]:

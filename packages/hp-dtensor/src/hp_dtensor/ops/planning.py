@@ -149,27 +149,21 @@ def collect(call: Call, binding: Binding, dtensor: type) -> None:
                 " the others out, or gather the operands first with full_tensor()"
             )
         call.bound = {**dict(binding.signature), **dict(zip(names, call.args, strict=False)), **call.kwargs}
-
-    def add(path: tuple[Any, ...], value: Any) -> None:
-        if isinstance(value, dtensor):
-            call.paths.append(path)
-            call.tensors.append(value)
-        elif isinstance(value, (list, tuple)) and len(path) == 1 and any(isinstance(v, dtensor) for v in value):
-            if isinstance(path[0], str):
-                raise TypeError(f"{call.name}: pass the list {path[0]!r} by position")
-            for index, item in enumerate(value):
-                add((path[0], index), item)
-        elif binding.operands is not None:
-            call.paths.append(path)
-            call.tensors.append(None)
-
     if binding.operands is None:
-        for path, value in (*enumerate(call.args), *call.kwargs.items()):
-            add((path,), value)
+        given: list[tuple[Any, Any]] = [*enumerate(call.args), *call.kwargs.items()]
     else:
-        for name in binding.operands:
-            position = names.index(name)
-            add((position,) if position < len(call.args) and name not in call.kwargs else (name,), call.bound[name])
+        at = {name: place for place, name in enumerate(names[: len(call.args)]) if name not in call.kwargs}
+        given = [(at.get(name, name), call.bound[name]) for name in binding.operands]
+    for place, value in given:
+        values = {(place,): value}
+        if isinstance(value, (list, tuple)) and any(isinstance(item, dtensor) for item in value):
+            if isinstance(place, str):
+                raise TypeError(f"{call.name}: pass the list {place!r} by position")
+            values = {(place, index): item for index, item in enumerate(value)}
+        for path, item in values.items():
+            if isinstance(item, dtensor) or binding.operands is not None:
+                call.paths.append(path)
+                call.tensors.append(item if isinstance(item, dtensor) else None)
     call.specs = [tensor._spec for tensor in call.given]
 
 

@@ -15,6 +15,7 @@ from hp_dtensor.torch.dtensor import DTensor, local_of
 from hp_dtensor.torch.ops import dispatch, missing
 from hp_dtensor.torch.ops.calls import name_of
 from hp_dtensor.torch.ops.functions import BINDINGS
+from hp_platform.extend import map_nested
 
 __all__ = ["register_sharding"]
 
@@ -118,12 +119,9 @@ def _checked(call: Call) -> Any:
     """Return the operation on plain local tensors, with a check of the shapes that it returns."""
     func, layouts = call.func, call.results
 
-    def local(value: Any) -> Any:
-        # Plain, because an operation's backward gets the very objects that it saved.
-        return [local(item) for item in value] if isinstance(value, (list, tuple)) else _plain(value)
-
     def run(*args: Any, **kwargs: Any) -> Any:
-        out = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+        # Plain, because an operation's backward gets the very objects that it saved.
+        out = func(*map_nested(_plain, args), **{name: map_nested(_plain, value) for name, value in kwargs.items()})
         results = [
             value for value in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(value, torch.Tensor)
         ]

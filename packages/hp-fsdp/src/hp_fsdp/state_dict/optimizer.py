@@ -61,21 +61,22 @@ def get_optimizer_state_dict(model: Any, optimizers: Any, *, options: StateDictO
     adapted, names = port.optimizers().adapted(optimizers), parameter_names(model)
     keep = not (options.full_state_dict and options.cpu_offload) or get_platform().groups.rank() == 0
 
-    def export(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: export(inside) for key, inside in value.items()}
-        return exported(value, options, keep)
-
     result: State = {"state": {}, "param_groups": []}
     for optimizer in adapted:
         own = _first_names(optimizer, names)
         states = optimizer.states(own, full=options.full_state_dict)
-        result["state"] |= {name: export(states[name]) for name in own if name in states}
+        result["state"] |= {name: _export(states[name], options, keep) for name in own if name in states}
         for values, members in optimizer.groups():
-            result["param_groups"].append({**export(values), "params": [own[at] for at in members]})
+            result["param_groups"].append({**_export(values, options, keep), "params": [own[at] for at in members]})
     if not keep:
         return {}
     return flatten_optimizer_state(result) if options.flatten_optimizer_state_dict else result
+
+
+def _export(value: Any, options: StateDictOptions, keep: bool) -> Any:
+    if isinstance(value, dict):
+        return {key: _export(inside, options, keep) for key, inside in value.items()}
+    return exported(value, options, keep)
 
 
 def set_optimizer_state_dict(

@@ -140,23 +140,22 @@ class _Trace:
     def skeleton(self, form: int) -> Any:
         """Copy the model with fake tensors and recorders for blocks, without hooks; tied parameters become separate."""
         blocks = self.model.get_submodule(self.path)
-        copies: dict[nn.Module, Any] = {}
+        return self.fake_module(self.model, {}, blocks, form)
 
-        def fake(module: nn.Module) -> Any:
-            if module in copies:
-                return copies[module]
-            clone = copies[module] = copied(module)
-            clone._forward_hooks, clone._forward_pre_hooks = OrderedDict(), OrderedDict()
-            for tensors in (clone._parameters, clone._buffers):
-                tensors.update((name, _fake(each)) for name, each in tensors.items() if each is not None)
-            for name, child in module.named_children():
-                recorder = module is blocks
-                clone._modules[name] = (
-                    _Recorder(child, FORMS[form], self.calls, self.marks) if recorder else fake(child)
-                )
-            return clone
-
-        return fake(self.model)
+    def fake_module(self, module: nn.Module, copies: dict[nn.Module, Any], blocks: nn.Module, form: int) -> Any:
+        if module in copies:
+            return copies[module]
+        clone = copies[module] = copied(module)
+        clone._forward_hooks, clone._forward_pre_hooks = OrderedDict(), OrderedDict()
+        for tensors in (clone._parameters, clone._buffers):
+            tensors.update((name, _fake(each)) for name, each in tensors.items() if each is not None)
+        for name, child in module.named_children():
+            clone._modules[name] = (
+                _Recorder(child, FORMS[form], self.calls, self.marks)
+                if module is blocks
+                else self.fake_module(child, copies, blocks, form)
+            )
+        return clone
 
     def run(self, module: Any, inputs: Mapping[str, Any], *args: Any) -> Any:
         self.calls.clear()

@@ -20,6 +20,7 @@ from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
 from hp_plan.plan import ParallelPlan
 from hp_plan.torch import context
 from hp_plan.torch import pretrained as library
+from hp_platform.extend import map_nested
 from hp_styles.extend import hook
 from hp_styles.torch.extend import modules as styles_modules
 
@@ -217,14 +218,13 @@ def _take_distributed_inputs(block: nn.Module, mesh: DeviceMesh) -> None:
     """Activation checkpointing computes a block again in backward, outside the model's forward, from these inputs."""
 
     def convert(value: Any) -> Any:
-        if type(value) is torch.Tensor:
-            return DTensor.from_local(value, mesh, [Replicate()])
-        return type(value)(map(convert, value)) if type(value) in (list, tuple) else value
+        return DTensor.from_local(value, mesh, [Replicate()]) if type(value) is torch.Tensor else value
 
     def enter(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if not module.training:
             return None
-        return tuple(map(convert, inputs)), {name: convert(value) for name, value in keywords.items()}
+        named = {name: map_nested(convert, value) for name, value in keywords.items()}
+        return map_nested(convert, tuple(inputs)), named
 
     block.register_forward_pre_hook(hook(enter), with_kwargs=True)
 

@@ -48,14 +48,14 @@ __all__ = [
 
 def named_modules(module: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
     """List the Cell and all Cells inside it, each under every name that it has."""
+    return _walk(module, "")
 
-    def walk(cell: nn.Cell, prefix: str) -> Iterator[tuple[str, nn.Cell]]:
-        yield prefix, cell
-        for name, child in cell.name_cells().items():
-            if child is not None:
-                yield from walk(child, f"{prefix}.{name}" if prefix else name)
 
-    return walk(module, "")
+def _walk(cell: nn.Cell, prefix: str) -> Iterator[tuple[str, nn.Cell]]:
+    yield prefix, cell
+    for name, child in cell.name_cells().items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}.{name}" if prefix else name)
 
 
 def kind(module: nn.Cell) -> Literal["linear", "embedding", "other"]:

@@ -30,7 +30,7 @@ from hp_dtensor.mindspore.ops.whole import WHOLE, WRITING, on_whole
 from hp_dtensor.modes import replicates_plain
 from hp_dtensor.ops.planning import Call, mesh_of
 from hp_dtensor.rules.factors import NoLegalPlacement
-from hp_platform.extend import when_groups_end
+from hp_platform.extend import map_nested, when_groups_end
 
 __all__ = ["dispatch", "forget_plans", "run_kernel"]
 
@@ -127,14 +127,9 @@ def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
         return args, kwargs
     mesh = some._spec.mesh
 
-    def change(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-            return [change(v) for v in value]
+    def replicated(value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
-        return replicated(value)
-
-    def replicated(value: Any) -> Any:
         if value.size != 1 and not replicates_plain():
             raise ValueError(
                 f"{name}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape {some._spec.shape}"
@@ -150,7 +145,7 @@ def _replicate_plain(name: str, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
             f"{name}: writing a DTensor of shape {some._spec.shape} into a plain tensor of shape"
             f" {tuple(args[0].shape)}; gather it first: full_tensor()"
         )
-    return tuple(change(a) for a in args), {k: change(v) for k, v in kwargs.items()}
+    return map_nested(replicated, tuple(args)), {k: map_nested(replicated, v) for k, v in kwargs.items()}
 
 
 def _make(call: Call) -> Plan:

@@ -16,6 +16,7 @@ from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mindspore.backward.autograd import convert, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
 from hp_dtensor.ops.planning import mesh_of
+from hp_platform.extend import map_nested
 
 __all__ = ["WHOLE", "WRITING", "on_whole", "replicated"]
 
@@ -61,8 +62,6 @@ def on_whole(name: str, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     operands: list[DTensor] = []
 
     def gather(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(gather(item) for item in value)
         if not isinstance(value, DTensor):
             return value
         operands.append(value)
@@ -73,7 +72,8 @@ def on_whole(name: str, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             f"{name}: it writes into its first operand, a DTensor placed {args[0]._spec.placements} whose parts would"
             " stay as they are; redistribute it to Replicate() first"
         )
-    positional, named = [gather(value) for value in args], {name: gather(value) for name, value in kwargs.items()}
+    positional = map_nested(gather, list(args))
+    named = {name: map_nested(gather, value) for name, value in kwargs.items()}
     mesh = mesh_of(name, operands)
     with local_mode():
         out = run(positional, named)

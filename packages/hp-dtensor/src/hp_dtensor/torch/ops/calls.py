@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["functions_of", "is_operator", "name_of", "tensors_of"]
+from hp_dtensor.torch.dtensor import DTensor
+
+__all__ = ["functions_of", "is_operator", "name_of", "on_meta", "tensors_of"]
 
 T = torch.Tensor
 _OPERATORS: Any = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -38,6 +40,13 @@ def name_of(func: Any) -> str:
     if isinstance(func, torch._ops.OpOverloadPacket):
         return func._qualified_op_name
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
+
+
+def on_meta(value: Any) -> Any:
+    """Return an argument for a call that tells the results' shapes: of a DTensor an empty one on the meta device."""
+    if isinstance(value, DTensor):
+        return torch.empty(value._spec.shape, dtype=value.dtype, device="meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 def tensors_of(args: Any, kwargs: Any) -> Iterator[T]:

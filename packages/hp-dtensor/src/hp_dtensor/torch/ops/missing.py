@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.torch.dtensor import DTensor
+from hp_dtensor.torch.ops.calls import on_meta
+from hp_platform.extend import map_nested
 
 __all__ = ["advice", "writes", "writes_first"]
 
@@ -61,15 +62,9 @@ def _kinds(value: Any) -> list[bool]:
 
 def _results(func: Any, args: Any, kwargs: Any) -> int:
     """How many tensors the function returns, found on meta; one where that does not tell."""
-
-    def change(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return torch.empty(value._spec.shape, dtype=value.dtype, device="meta")
-        return type(value)(map(change, value)) if type(value) in (list, tuple) else value
-
     try:
         with torch.no_grad():
-            result = func(*map(change, args), **{name: change(value) for name, value in kwargs.items()})
+            result = func(*map_nested(on_meta, args), **{name: map_nested(on_meta, v) for name, v in kwargs.items()})
     except Exception:  # whatever a kernel without meta raises
         return 1
     listed = result if isinstance(result, (list, tuple)) else [result]

@@ -13,6 +13,7 @@ from hp_dtensor.torch.backward import transforms
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.ops.calls import name_of, tensors_of
 from hp_dtensor.torch.views.part_of_view import PartOfView
+from hp_platform.extend import map_nested
 
 __all__ = ["replicate_plain", "write_into_plain", "writes_plain"]
 
@@ -31,8 +32,6 @@ def replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     mesh = some._spec.mesh
 
     def change(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-            return [change(v) for v in value]
         if not isinstance(value, Tensor) or type(value) is DTensor:
             return value
         if transforms.is_wrapped(value):
@@ -54,7 +53,7 @@ def replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         alias = _impl(Tensor.view_as, (), (value, value)) if value.requires_grad else _impl(Tensor.detach, (), (value,))
         return wrap(alias, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
 
-    return tuple(change(a) for a in args), {k: change(v) for k, v in kwargs.items()}
+    return map_nested(change, tuple(args)), {k: map_nested(change, v) for k, v in kwargs.items()}
 
 
 def writes_plain(func: Any, first: Any) -> bool:
@@ -79,10 +78,9 @@ def write_into_plain(func: Any, args: Any, kwargs: Any) -> Any:
             f"{name_of(func)}: writing a DTensor of shape {tuple(some.shape)} into a plain tensor of shape"
             f" {tuple(args[0].shape)}; gather it first: full_tensor()"
         )
+    named = {name: map_nested(_whole, value) for name, value in kwargs.items()}
+    return func(*map_nested(_whole, args), **named)
 
-    def whole(value: Any) -> Any:
-        if type(value) is DTensor:
-            return value.full_tensor()
-        return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
 
-    return func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if type(value) is DTensor else value

@@ -13,11 +13,12 @@ from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.torch.backward.asking import without_modes
 from hp_dtensor.torch.backward.autograd import convert
 from hp_dtensor.torch.dtensor import DTensor, wrap
-from hp_dtensor.torch.ops.calls import name_of
+from hp_dtensor.torch.ops.calls import name_of, on_meta
 from hp_dtensor.torch.ops.empty_parts import with_the_others
 from hp_dtensor.torch.views.moved_view import MAY_COPY, VIEWS, link
 from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
 from hp_dtensor.torch.views.settle import Settle
+from hp_platform.extend import map_nested
 
 __all__ = ["Plan", "make_plan"]
 
@@ -100,16 +101,9 @@ class _CheckedPlan(Plan):
 
 def _on_meta(call: Call) -> Any:
     """Return the results' shapes by running the function on meta tensors, so that its argument checks come first."""
-
-    def change(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return torch.empty(value._spec.shape, dtype=value.dtype, device="meta")
-        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-            return [change(v) for v in value]
-        return torch.device("meta") if isinstance(value, torch.device) else value
-
     with torch.no_grad(), without_modes():
-        return call.func(*[change(a) for a in call.args], **{k: change(v) for k, v in call.kwargs.items()})
+        named = {name: map_nested(on_meta, value) for name, value in call.kwargs.items()}
+        return call.func(*map_nested(on_meta, call.args), **named)
 
 
 def nothing(results: list[TensorSpec], outputs: Any) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from hp_dtensor.torch.ops import dispatch, missing
 from hp_dtensor.torch.ops.calls import functions_of, name_of, tensors_of
 from hp_dtensor.torch.ops.plain import replicate_plain
 from hp_dtensor.torch.views import moved_view
+from hp_platform.extend import map_nested
 
 __all__ = ["on_whole", "special"]
 
@@ -74,30 +75,30 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, untold: bool = False) -> Any:
     gathered: list[tuple[DTensor, T, Any, bool]] = []
 
     def whole(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            found = next((full for x, full, *_ in gathered if x is value), None)
-            if found is None:
-                found = value.full_tensor()
-                own = missing.writes(func) and found.requires_grad and torch.is_grad_enabled()
-                found = found.clone() if own else found  # in a graph, no view of what a function made is written
-                gathered.append(
-                    (value, found, _state(found, untold or found.is_inference()), own or not value._spec.replicated)
-                )
-            return found
-        return type(value)(map(whole, value)) if type(value) in (list, tuple) else value
+        if not isinstance(value, DTensor):
+            return value
+        found = next((full for x, full, *_ in gathered if x is value), None)
+        if found is None:
+            found = value.full_tensor()
+            own = missing.writes(func) and found.requires_grad and torch.is_grad_enabled()
+            found = found.clone() if own else found  # in a graph, no view of what a function made is written
+            gathered.append(
+                (value, found, _state(found, untold or found.is_inference()), own or not value._spec.replicated)
+            )
+        return found
 
     def placed(value: Any) -> Any:
-        if isinstance(value, T):
-            source = next((x for x, full, *_ in gathered if full is value), None)
-            return _replicated(value, mesh) if source is None else source
-        return type(value)(map(placed, value)) if isinstance(value, (list, tuple)) else value
+        if not isinstance(value, T):
+            return value
+        source = next((x for x, full, *_ in gathered if full is value), None)
+        return _replicated(value, mesh) if source is None else source
 
-    out = func(*whole(list(args)), **{name: whole(value) for name, value in kwargs.items()})
+    out = func(*map_nested(whole, list(args)), **{name: map_nested(whole, value) for name, value in kwargs.items()})
     for x, full, before, apart in gathered:
         written = not torch.equal(full, before) if isinstance(before, T) else _state(full, False) != before
         if written and apart:
             x.copy_(_replicated(full.view_as(full), mesh))
-    result = placed(out)
+    result = map_nested(placed, out)
     if func in moved_view.VIEWS and not gathered[0][0]._spec.replicated:
         return moved_view.link(result, func, args, kwargs)
     return result
