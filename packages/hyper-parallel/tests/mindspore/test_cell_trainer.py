@@ -11,6 +11,7 @@ from hp_plan import ParallelPlan, PlanError
 from hp_plan.extend import data_parallel_rows
 from hp_platform import manual_seed
 from hp_testing import on_ranks, run_ranks
+from hp_testing.leftovers import leftovers
 from hyper_parallel.data import Rows
 from hyper_parallel.mindspore.trainer import Trainer
 
@@ -154,3 +155,17 @@ def test_a_cell_of_dropout_is_not_deterministic():
     tables = {"model": {"function": f"{__name__}:dropping"}, "run": {"deterministic": True}}
     with pytest.raises(PlanError, match=r"got true, but .dropout. is a Cell of dropout.*ops\.dropout"):
         Trainer(ParallelPlan.from_dict(tables))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate", "tp"])
+def test_a_step_leaves_nothing_to_the_collector(axis):
+    tokens = np.random.default_rng(0).integers(0, 16, (8, 4))
+    tables = {"model": {"function": f"{__name__}:rowwise"}, "mesh": {axis: 2}}
+    if axis == "tp":
+        tables["styles"] = {"embed": "colwise", "head": "rowwise"}
+    else:
+        tables["fsdp"] = {"groups": ["head"]}
+    plan = ParallelPlan.from_dict(tables)
+    trainer, own = Trainer(plan), tokens[data_parallel_rows(plan)]
+    assert leftovers(lambda: take_step(trainer, own)) == []
