@@ -10,6 +10,7 @@ as ``x`` is. All other values are replicated and vary where ``x`` is cut; a Part
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -257,20 +258,26 @@ def _overlap(begin: int, end: int, step: int, start: int, size: int) -> tuple[sl
 
 
 def _scatter(x: DTensor, items: Items, value: Any) -> None:
-    """By positions: which of the value's elements belongs at each place."""
-    spec = x._spec
-    places = torch.full(spec.shape, -1, dtype=torch.int64, device=x.device)
-    shape = places[items].shape
-    places[items] = torch.arange(shape.numel(), device=x.device).view(shape)
-    own = _cut_alone(spec)
-    places = execute(places, own.with_placements([Replicate()] * spec.mesh.ndim), own)
-    here, value = places >= 0, _written(value, spec)
-    if not isinstance(value, T):
-        _impl(T.masked_fill_, (), (x, here, value))
-        return
-    while value.dim() > len(shape) and value.shape[0] == 1:
-        value = value.squeeze(0)
-    _impl(T.index_put_, (), (x, (here,), value.expand(shape).reshape(-1)[places[here]].to(x.dtype)))
+    """By positions: where each of the value's elements belongs, in the order of the value.
+
+    Elements of one position are all written, one after the other, because each of them has a gradient.
+    """
+    spec, own = x._spec, _cut_alone(x._spec)
+    numbers = torch.arange(math.prod(spec.shape), device=x.device)
+    whole = numbers.view(spec.shape)
+    taken = whole[items]
+    mine = execute(whole, own.with_placements([Replicate()] * spec.mesh.ndim), own)
+    at = torch.full_like(numbers, -1)
+    at[mine.reshape(-1)] = numbers[: mine.numel()]
+    at = at[taken.reshape(-1)]
+    here, value = at >= 0, _written(value, spec)
+    if isinstance(value, T):
+        while value.dim() > taken.dim() and value.shape[0] == 1:
+            value = value.squeeze(0)
+        value = value.expand(taken.shape).reshape(-1)[here].to(x.dtype)
+    else:
+        value = torch.full((), value, dtype=x.dtype, device=x.device)
+    _impl(T.index_put_, (), (x, torch.unravel_index(at[here], mine.shape), value))
 
 
 # ---- what an index takes ----
