@@ -153,13 +153,6 @@ def test_styles_are_applied_directly_and_keep_no_state() -> None:
     parallelize_module(_linear(4, 4), mesh, style, src_data_rank=None)
     assert vars(style) == before and style.src_data_rank == 0
 
-    class Old(ParallelStyle):
-        def _apply(self, module: Any, device_mesh: Any) -> Any:
-            return module
-
-    with pytest.raises(TypeError, match="abstract.* apply"):
-        Old()  # type: ignore[abstract]
-
 
 @on_ranks(2)
 def test_what_is_torchs_own_is_refused_by_its_name() -> None:

@@ -5,6 +5,7 @@ right wherever they are used.
 """
 
 from hp_styles.api import loss_parallel, parallelize_module
+from hp_styles.base import ParallelStyle
 from hp_styles.context.sparse import (
     AsyncDSAIndexerContextParallel,
     AsyncDSAIndexerLossContextParallel,
@@ -23,7 +24,6 @@ from hp_styles.context.styles import (
 from hp_styles.names import sequence_parallel_plan
 from hp_styles.styles import (
     ColwiseParallel,
-    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,

@@ -11,10 +11,10 @@ from typing import Any
 from hp_dtensor import DeviceMesh, get_current_mesh
 from hp_dtensor.extend import matches, matching
 from hp_styles import port
+from hp_styles.base import ParallelStyle, applying
 from hp_styles.checks import check_mesh
 from hp_styles.inputs import comparing_in_calls_of
 from hp_styles.names import named_style
-from hp_styles.styles import ParallelStyle, applying
 
 __all__ = ["loss_parallel", "parallelize_module"]
 
@@ -64,8 +64,8 @@ def parallelize_module(
             stacklevel=2,
         )
         return module
-    torchs = type(parallelize_plan).__module__.startswith("torch.distributed.")  # refused below, by name
-    if not isinstance(parallelize_plan, (ParallelStyle, str, Mapping)) and not torchs:
+    refused_below = _of_torch(type(parallelize_plan)) is not None
+    if not isinstance(parallelize_plan, (ParallelStyle, str, Mapping)) and not refused_below:
         raise TypeError(
             "parallelize_module: parallelize_plan must be a ParallelStyle or {pattern: style}, got"
             f" {type(parallelize_plan).__name__}"
@@ -108,6 +108,11 @@ def parallelize_module(
     return module
 
 
+def _of_torch(kind: type) -> type | None:
+    """Return the class of torch.distributed that a class is or derives from; None if there is none."""
+    return next((each for each in kind.__mro__ if each.__module__.startswith("torch.distributed.")), None)
+
+
 def _style(entry: Any, pattern: str) -> ParallelStyle:
     """Return the style that a plan gives a pattern.
 
@@ -119,11 +124,14 @@ def _style(entry: Any, pattern: str) -> ParallelStyle:
     if isinstance(style, ParallelStyle):
         return style
     kind = style if isinstance(style, type) else type(style)
-    if kind.__module__.startswith("torch.distributed."):
-        ours = "from hp_styles import " + kind.__name__.lstrip("_")
+    theirs = _of_torch(kind)
+    if theirs is not None:
+        ours = "from hp_styles import " + theirs.__name__.lstrip("_")
+        own = f"torch's own {theirs.__module__}.{theirs.__name__}"
         raise TypeError(
-            f"parallelize_module: {pattern!r} has torch's own {kind.__module__}.{kind.__name__}, which distributes"
-            f" parameters as torch's DTensors; hp_styles has its own with the same names and arguments: {ours}"
+            f"parallelize_module: {pattern!r} has {own if theirs is kind else f'{kind.__name__}, derived from {own}'},"
+            " which distributes parameters as torch's DTensors; hp_styles has its own with the same names and"
+            f" arguments: {ours}{'' if theirs is kind else '; derive it from that one'}"
         )
     is_class = isinstance(style, type) and issubclass(style, ParallelStyle)
     text = f"the class {style.__name__}; write {style.__name__}()" if is_class else f"a {kind.__name__}"

@@ -10,7 +10,7 @@ from hp_dtensor import DeviceMesh, Placement, Shard
 from hp_dtensor.extend import kind_of, local_shape
 from hp_styles import port
 
-__all__ = ["Widths", "check_mesh", "check_placements", "check_widths", "shapes_of_ranks"]
+__all__ = ["Widths", "check_mesh", "check_placements", "check_sized", "check_widths", "shapes_of_ranks"]
 
 
 def check_mesh(mesh: Any, what: str) -> None:
@@ -119,6 +119,34 @@ def check_widths(widths: Widths, module: Any, value: Any) -> None:
             f" that the weight takes, {_listed(expected)}; got {_listed(got)}, of shape {list(value.shape)} here. Pass "
             f"the output of a ColwiseParallel of {features} features, or a DTensor (use_local_output=False in the style"
             " before, or DTensor.from_local with shape=)"
+        )
+
+
+def check_sized(
+    sized: tuple[int, int], module: Any, value: Any, placements: Sequence[Placement], mesh: DeviceMesh
+) -> None:
+    """Refuse a plain input that is whole in the dim that is sharded; the layout alone decides, on all ranks alike.
+
+    Args:
+        sized: a dim, and the size that the module takes there.
+        module: the style's.
+        value: its input.
+        placements: of the input.
+        mesh: the style's.
+
+    Raises:
+        ValueError: it is.
+    """
+    dim, size = sized[0] % max(len(value.shape), 1), sized[1]
+    if mesh.size() == 1 or len(value.shape) < 2 or value.shape[dim] != size:
+        return
+    if any(placement.is_shard(dim) for placement in placements):
+        style = getattr(module, "_parallel_style", "parallel style").partition("(")[0]
+        raise ValueError(
+            f"{style} on {type(module).__name__}: dim {dim} of a plain input is taken as this rank's part of a sequence"
+            f" over {mesh.size()} ranks, but it has all {size} channels or features that the module takes, and no"
+            f" sequence: the shape is {list(value.shape)}. Give the style another sequence_dim, 0 for samples, or leave"
+            " the module out of the plan"
         )
 
 

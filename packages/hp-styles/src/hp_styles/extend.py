@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from hp_styles.base import applied_name, claim
 from hp_styles.context.plan import chunks_of, kv_copies, split_degrees
 from hp_styles.inputs import hook
 from hp_styles.names import ALIASES, PARAMETER_STYLES, STYLES, canonical, sequence_parallel_plan
 from hp_styles.regions import runs_on_parts
-from hp_styles.styles import applied_name, claim
 
 __all__ = [
     "ALIASES",

@@ -12,7 +12,7 @@ import hp_dtensor
 from hp_dtensor import DeviceMesh, Placement
 from hp_dtensor.extend import TensorSpec, normalize
 from hp_styles import port
-from hp_styles.checks import Widths, check_mesh, check_widths, shapes_of_ranks
+from hp_styles.checks import Widths, check_mesh, check_sized, check_widths, shapes_of_ranks
 from hp_styles.rounds import Round, Rounds
 
 __all__ = [
@@ -218,7 +218,14 @@ def _convert_once(module: Any, mesh: DeviceMesh, kind: str, names: Iterable[Any]
     module._converted = taken
 
 
-def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed, features: int | None = None) -> None:
+def on_input(
+    module: Any,
+    mesh: DeviceMesh,
+    layout: Placed,
+    desired: Placed,
+    features: int | None = None,
+    sized: tuple[int, int] | None = None,
+) -> None:
     """Convert the first positional input or, if there is none, the first keyword tensor.
 
     Args:
@@ -227,15 +234,18 @@ def on_input(module: Any, mesh: DeviceMesh, layout: Placed, desired: Placed, fea
         layout: of a plain input.
         desired: the input's layout afterwards.
         features: of the whole input, where they are those of a weight.
+        sized: a dim of the whole input, and the size that the module takes there; None where any will do.
 
     Raises:
         TypeError: (in forward) there is no such input, or it is not a tensor.
-        ValueError: (in forward) parts that are none of ``features``.
+        ValueError: (in forward) parts that are none of ``features``, or whole where they are sharded.
     """
     check_mesh(mesh, "parallel style")
     cuts, widths = _cuts(module, [layout]), Widths(mesh, layout, features)
 
     def converted(mod: Any, value: Any) -> Any:
+        if sized is not None and not isinstance(value, hp_dtensor.DTensor):
+            check_sized(sized, mod, value, _placements(layout, mesh, len(value.shape)), mesh)
         if cuts:
             compare_parts(mesh, ((value, layout),))
         check_widths(widths, mod, value)

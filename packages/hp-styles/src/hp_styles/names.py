@@ -12,9 +12,10 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
 from hp_styles import port
+from hp_styles.base import ParallelStyle
 from hp_styles.packed import PackedColwiseParallel, PackedRowwiseParallel, Reduced, Untouched, WholeExperts
 from hp_styles.regions import ExpertsParallel, IdentityExpert, PlainRegion, PointwiseRegion
-from hp_styles.styles import ColwiseParallel, ParallelStyle, PrepareModuleOutput, RowwiseParallel, SequenceParallel
+from hp_styles.styles import ColwiseParallel, PrepareModuleOutput, RowwiseParallel, SequenceParallel
 
 __all__ = ["ALIASES", "PARAMETER_STYLES", "STYLES", "canonical", "named_style", "sequence_parallel_plan"]
 

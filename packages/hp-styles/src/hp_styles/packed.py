@@ -6,8 +6,8 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard, StridedShard
 from hp_styles import port
+from hp_styles.base import ParallelStyle, claim
 from hp_styles.inputs import on_input, on_output
-from hp_styles.styles import ParallelStyle, claim
 
 __all__ = ["PackedColwiseParallel", "PackedRowwiseParallel", "WholeExperts"]
 

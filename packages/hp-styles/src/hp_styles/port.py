@@ -45,6 +45,10 @@ class Modules(Protocol):
         """Count the features of a linear layer's input; None of another module."""
         ...
 
+    def sized_dim(self, module: Module) -> tuple[int, int] | None:
+        """Return the dim of a module's input that its weights give a size, and the size, where they tell."""
+        ...
+
     def described(self, module: Module) -> str:
         """Name a module's class, for an error."""
         ...

@@ -14,7 +14,7 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh
 from hp_styles import port
-from hp_styles.styles import ParallelStyle, claim
+from hp_styles.base import ParallelStyle, claim
 
 __all__ = ["ExpertsParallel", "IdentityExpert", "PlainRegion", "PointwiseRegion", "runs_on_parts"]
 

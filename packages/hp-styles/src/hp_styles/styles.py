@@ -5,20 +5,17 @@ Names, arguments and behaviour are those of ``torch.distributed.tensor.parallel`
 
 from __future__ import annotations
 
-import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
 from hp_styles import port
+from hp_styles.base import ParallelStyle, claim
 from hp_styles.checks import check_placements
 from hp_styles.inputs import on_input, on_inputs, on_output, on_outputs
 
 __all__ = [
     "ColwiseParallel",
-    "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
@@ -36,83 +33,6 @@ def _tuple(layouts: Any) -> tuple[Placement | None, ...] | None:
 def _named(style: Any, **arguments: Any) -> str:
     """Write a style as its constructor."""
     return f"{type(style).__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
-
-
-def claim(module: Any, style: ParallelStyle) -> None:
-    """Mark a module as one whose parameters a style has distributed.
-
-    Raises:
-        RuntimeError: another has, so that its inputs and outputs would be converted twice.
-    """
-    before = getattr(module, "_parallel_style", None)
-    if before is not None:
-        raise RuntimeError(
-            f"{type(module).__name__} has the style {before} already, {style!r} would convert its inputs and outputs "
-            "a second time; apply only one style that shards parameters to a module"
-        )
-    module._parallel_style = repr(style)
-
-
-_applied: ContextVar[tuple[int | None, str]] = ContextVar("applied", default=(0, ""))
-
-
-@contextlib.contextmanager
-def applying(src_data_rank: int | None, name: str = "") -> Iterator[None]:
-    """Set ``ParallelStyle.src_data_rank`` and ``applied_name()`` in a ``with`` block; shared styles store neither."""
-    token = _applied.set((src_data_rank, name))
-    try:
-        yield
-    finally:
-        _applied.reset(token)
-
-
-def applied_name() -> str:
-    """Return the name of the module that a style is being applied to, in its model; empty outside of it."""
-    return _applied.get()[1]
-
-
-class ParallelStyle(ABC):
-    """A way to parallelise a module; ``parallelize_module`` calls ``apply``.
-
-    Example:
-        >>> class Frozen(ParallelStyle):
-        ...     def apply(self, module, device_mesh):
-        ...         return module.requires_grad_(False)
-
-    Attributes:
-        mesh_axes: number of axes of the mesh that it is for.
-    """
-
-    mesh_axes: int = 1
-
-    @property
-    def src_data_rank(self) -> int | None:
-        """Rank along each axis whose parameters count: the argument of ``parallelize_module``, else 0."""
-        return _applied.get()[0]
-
-    @abstractmethod
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Change ``module`` in place and return it.
-
-        Args:
-            module: a module.
-            device_mesh: a mesh of ``mesh_axes`` axes.
-        """
-
-    def enclose(self, root: Any, device_mesh: DeviceMesh) -> None:
-        """Prepare ``root``, inside which the style was applied to modules; ``parallelize_module`` calls this once.
-
-        Args:
-            root: the module that ``parallelize_module`` was given.
-            device_mesh: the mesh.
-        """
-        return
-
-    def _parameter_placement(self, name: str, ndim: int) -> Placement:
-        """Return the placement of a parameter that a plan's key names."""
-        raise NotImplementedError(
-            f"{type(self).__name__} is for a module, not for the parameter {name!r}; name the module that contains it"
-        )
 
 
 class ColwiseParallel(ParallelStyle):
@@ -249,7 +169,7 @@ class SequenceParallel(ParallelStyle):
         f = port.modules()
         f.replicate(module, device_mesh, self.src_data_rank)
         claim(module, self)
-        on_input(module, device_mesh, self.sequence_sharding, self.sequence_sharding)
+        on_input(module, device_mesh, self.sequence_sharding, self.sequence_sharding, sized=f.sized_dim(module))
         on_output(module, device_mesh, self.sequence_sharding, self.use_local_output)
         return module
 

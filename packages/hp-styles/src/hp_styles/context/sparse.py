@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from hp_dtensor import DeviceMesh
 from hp_styles import port
+from hp_styles.base import ParallelStyle
 from hp_styles.checks import check_mesh
-from hp_styles.styles import ParallelStyle
 
 __all__ = [
     "AsyncDSAIndexerContextParallel",

@@ -9,10 +9,10 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh
 from hp_styles import port
+from hp_styles.base import ParallelStyle
 from hp_styles.checks import check_mesh
 from hp_styles.context.plan import Settings
 from hp_styles.rounds import Rounds
-from hp_styles.styles import ParallelStyle
 
 __all__ = [
     "AsyncContextParallel",

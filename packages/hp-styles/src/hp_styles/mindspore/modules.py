@@ -43,6 +43,7 @@ __all__ = [
     "run_pointwise",
     "run_replicated",
     "sharded_loss",
+    "sized_dim",
 ]
 
 
@@ -74,6 +75,22 @@ def kind(module: nn.Cell) -> Literal["linear", "embedding", "other"]:
 def input_features(module: nn.Cell) -> int | None:
     """Return the features of a linear layer's input; None for another Cell."""
     return module.weight.shape[1] if kind(module) == "linear" else None
+
+
+def sized_dim(module: nn.Cell) -> tuple[int, int] | None:
+    """Return the dim of the input whose size a convolution's, a norm's or a linear layer's weight has, and that size.
+
+    Of a Cell of several it is the first one's; None where that tells nothing.
+    """
+    first = next((cell for _, cell in named_modules(module) if cell._params), module)
+    for names, dim in (("in_channels", 1), ("num_features", 1), ("num_channels", 1)):
+        size = getattr(first, names, None)
+        if isinstance(size, int) and kind(first) != "linear":
+            return dim, size
+    if isinstance(first, (nn.LayerNorm, mint.nn.LayerNorm)):
+        return -1, first.normalized_shape[-1]
+    features = input_features(first)
+    return None if features is None else (-1, features)
 
 
 def described(module: nn.Cell) -> str:

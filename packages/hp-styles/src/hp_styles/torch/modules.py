@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from hp_dtensor import DeviceMesh, DTensor, Placement, Replicate
 from hp_dtensor.extend import normalize
@@ -44,6 +46,7 @@ __all__ = [
     "run_pointwise",
     "run_replicated",
     "sharded_loss",
+    "sized_dim",
 ]
 
 Tensor = torch.Tensor
@@ -90,6 +93,24 @@ def input_features(module: torch.nn.Module) -> int | None:
         return None
     weight: torch.Tensor = base_layer(module).weight  # type: ignore[assignment]
     return weight.shape[1 if kind(module) == "linear" else 0]
+
+
+def sized_dim(module: torch.nn.Module) -> tuple[int, int] | None:
+    """Return the dim of the input whose size a convolution's, a norm's or a linear layer's weight has, and that size.
+
+    Of a module of several it is the first one's; None where that tells nothing.
+    """
+    inside = (each for each in module.modules() if each._parameters or isinstance(each, _NormBase))
+    first = next(inside, module)
+    if isinstance(first, _ConvNd):
+        return 1, first.in_channels
+    if isinstance(first, (_NormBase, torch.nn.GroupNorm)):
+        return 1, first.num_features if isinstance(first, _NormBase) else first.num_channels
+    features = input_features(first)
+    weight = first._parameters.get("weight")
+    if features is None and weight is not None and weight.dim() == 1 and "Norm" in type(first).__name__:
+        features = weight.shape[0]
+    return None if features is None else (-1, features)
 
 
 def described(module: torch.nn.Module) -> str:
@@ -179,7 +200,7 @@ def replicate_statistics(module: torch.nn.Module, mesh: DeviceMesh, src_data_ran
             " sharding rule. Leave it out of the plan and pass it plain tensors (x.full_tensor()): every rank"
             " then computes the same, with full gradients"
         )
-    if isinstance(module, torch.nn.modules.batchnorm._NormBase):
+    if isinstance(module, _NormBase):
         replicate_parameters(module, mesh, src_data_rank=src_data_rank)
 
 
