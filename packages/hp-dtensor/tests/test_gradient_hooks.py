@@ -208,3 +208,179 @@ def test_what_a_hook_gives_is_moved_to_the_layout_of_the_gradient() -> None:
     x.register_hook(lambda grad: grad[:2])
     with pytest.raises(RuntimeError, match=r"register_hook: a gradient of shape \(3,\) became \(2,\)"):
         x.sum().backward()
+
+
+# ---- each hook of a leaf, before and after the forward ----
+def on_two_axes(distributed: bool) -> tuple[Any, Any, Any]:
+    """An input, and leaves of which one is read where the result varies: partial over dp, sharded over tp."""
+    x, w, b = rand(8, 6), rand(4, 6), rand(4)
+    if not distributed:
+        return x, w.requires_grad_(), b.requires_grad_()
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    given = [distribute_tensor(each, mesh, place) for each, place in ((x, [Shard(0), R]), (w, [R, Shard(0)]))]
+    return given[0], given[1].requires_grad_(), distribute_tensor(b, mesh, [R, Shard(0)]).requires_grad_()
+
+
+def node_of(leaf: Any, by: str) -> Any:
+    """Hold and return the leaf's graph node."""
+    if by == "edge":
+        leaf.kept = torch.autograd.graph.get_gradient_edge(leaf).node
+    else:
+        leaf.kept = getattr(leaf, by)(leaf).grad_fn.next_functions[0][0]
+    return leaf.kept
+
+
+def step(leaf: Any, seen: list[Any]) -> None:
+    """Clip the leaf's gradient by its norm, and take a step."""
+    norm = leaf.grad.norm().item()
+    seen.append(norm)
+    with torch.no_grad():
+        leaf.sub_(leaf.grad * (0.1 / norm))
+    leaf.grad = None
+
+
+def by_optimizer(leaf: Any) -> None:
+    optimizer = torch.optim.SGD([leaf], lr=0.1, momentum=0.9)
+    leaf.register_post_accumulate_grad_hook(lambda _: (optimizer.step(), optimizer.zero_grad()))
+
+
+HOOKS: dict[str, Any] = {
+    "register_hook": lambda w, b, seen: w.register_hook(seen.append),
+    "register_hook, replaced": lambda w, b, seen: w.register_hook(lambda grad: grad * grad.norm()),
+    "register_hook, removed": lambda w, b, seen: w.register_hook(seen.append).remove(),
+    "multi, all": lambda w, b, seen: torch.autograd.graph.register_multi_grad_hook([w, b], seen.extend),
+    "multi, any": lambda w, b, seen: torch.autograd.graph.register_multi_grad_hook([w], seen.append, mode="any"),
+    "post accumulate": lambda w, b, seen: w.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad * 1)),
+    "post accumulate, a step": lambda w, b, seen: w.register_post_accumulate_grad_hook(lambda p: step(p, seen)),
+    "post accumulate, an optimizer": lambda w, b, seen: (by_optimizer(w), by_optimizer(b)),
+    "node, before": lambda w, b, seen: node_of(w, "edge").register_prehook(lambda grads: seen.append(grads[0] * 1)),
+    "node, replaced": lambda w, b, seen: node_of(w, "view_as").register_prehook(lambda grads: (grads[0] * 3,)),
+    "node, after": lambda w, b, seen: node_of(w, "expand_as").register_hook(
+        lambda _, grads: seen.extend((grads[0] * 1, w.grad * 1))
+    ),
+}
+REFUSED_AFTER = {
+    "multi, all": "a hook of the graph node, of a DTensor leaf .* after an operation had read it.* before the forward",
+    "multi, any": "^register_multi_grad_hook of a DTensor leaf .* after an operation had read it.* before the forward",
+    **dict.fromkeys(
+        ("node, before", "node, replaced", "node, after"),
+        r"^the gradient edge, or a hook of the graph node, of a DTensor leaf of shape \(4, 6\).* before the forward",
+    ),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("late", [False, True], ids=["before forward", "after forward"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_of_a_leaf_see_the_gradient_of_one_process_or_are_refused(kind: str, late: bool) -> None:
+    results: list[list[Any]] = []
+    for distributed in (False, True):
+        x, w, b = on_two_axes(distributed)
+        seen: list[Any] = []
+        for turn in range(2):
+            if turn == 0 and not late:
+                HOOKS[kind](w, b, seen)
+            loss = F.linear(x, w, b).square().sum()
+            if turn == 0 and late:
+                if distributed and kind in REFUSED_AFTER:
+                    with count_collectives() as counts, pytest.raises(RuntimeError, match=REFUSED_AFTER[kind]):
+                        HOOKS[kind](w, b, seen)
+                    assert not counts
+                    return
+                HOOKS[kind](w, b, seen)
+            loss.backward()
+        results.append([*seen, w.detach(), b.detach(), *(each.grad for each in (w, b) if each.grad is not None)])
+    want, got = results
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert isinstance(one, DTensor)
+            torch.testing.assert_close(one.full_tensor(), other, rtol=1e-10, atol=1e-10)
+        else:
+            assert one == pytest.approx(other, rel=1e-10)
+
+
+# ---- hooks of modules ----
+MODULE_HOOKS: dict[str, Any] = {
+    "see": lambda module, seen: module.register_full_backward_hook(lambda _, into, out: seen.extend((*into, *out))),
+    "see before": lambda module, seen: module.register_full_backward_pre_hook(lambda _, out: seen.extend(out)),
+    "replace": lambda module, seen: module.register_full_backward_hook(
+        lambda _, into, out: tuple(grad / grad.norm() for grad in into)
+    ),
+    "replace before": lambda module, seen: module.register_full_backward_pre_hook(
+        lambda _, out: tuple(grad * out[0].sum() for grad in out)
+    ),
+    "both": lambda module, seen: (
+        module.register_full_backward_pre_hook(lambda _, out: (out[0] * 2,)),
+        module.register_full_backward_hook(lambda _, into, out: seen.extend((*into, *out)) or (into[0] * 3,)),
+    ),
+}
+
+
+class Product(torch.nn.Module):
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, x: Any) -> Any:
+        return F.linear(x, self.weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", MODULE_HOOKS)
+@pytest.mark.parametrize("place", [Shard(0), Shard(1), R], ids=str)
+def test_backward_hooks_of_modules_see_whole_gradients(kind: str, place: Any) -> None:
+    """Those of an output that is sharded by features, of one that is partial, and of a replicated one."""
+    results: list[list[Any]] = []
+    for distributed in (False, True):
+        x, first, second = rand(5, 6), rand(8, 6), rand(4, 8)
+        if distributed:
+            x, first, second = placed(x, R), placed(first, place), placed(second, Shard(1))
+        inner, outer, seen = Product(first), Product(second), []
+        leaf = x.requires_grad_()
+        MODULE_HOOKS[kind](inner, seen)
+        MODULE_HOOKS[kind](outer, seen)
+        outer(inner(leaf)).square().sum().backward()
+        results.append([*seen, leaf.grad, inner.weight.grad, outer.weight.grad])
+    want, got = results
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert isinstance(one, DTensor)
+        torch.testing.assert_close(one.full_tensor(), other, rtol=1e-10, atol=1e-10)
+
+
+@on_ranks(2)
+def test_what_a_backward_hook_of_a_module_returns_is_checked() -> None:
+    module = Product(placed(rand(8, 6), Shard(0)))
+    handle = module.register_full_backward_hook(lambda _, into, out: (into[0].to_local(),))
+    x = placed(rand(5, 6), R).requires_grad_()
+    text = r"hook of Product returned a plain tensor of shape \(5, 6\) for the gradient of a DTensor of shape \(5, 6\)"
+    with pytest.raises(RuntimeError, match=text):
+        module(x).sum().backward()
+    handle.remove()
+    module.register_full_backward_hook(lambda _, into, out: (into[0][:2],))
+    with pytest.raises(RuntimeError, match=r"returned a DTensor of shape \(2, 6\)"):
+        module(x).sum().backward()
+
+
+@on_ranks(2)
+def test_a_hook_of_an_activation_that_is_gone() -> None:
+    x = placed(rand(4, 6), Shard(0)).requires_grad_()
+    hidden, seen = x * 2, []
+    hidden.register_hook(lambda grad: seen.append(tuple(grad.shape)))
+    loss = hidden.square().sum()
+    del hidden
+    loss.backward()
+    assert seen == [(4, 6)]
+    close(x.grad, 8 * rand(4, 6))
+
+
+@on_ranks(2)
+def test_gradients_of_gradients_through_a_leaf_whose_node_is_taken() -> None:
+    for a, w in (leaves()[:2], leaves()[2:]):
+        node_of(w, "edge")
+        w.register_hook(lambda grad: grad * 2)
+        [grad] = torch.autograd.grad((a * w).square().sum(), w, create_graph=True)
+        grad.square().sum().backward()
+        close(grad, 4 * rand(3) * rand(5, 3).square().sum(0))
+        close(w.grad, 2 * 2 * 16 * rand(3) * rand(5, 3).square().sum(0).square())

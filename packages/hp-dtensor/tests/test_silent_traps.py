@@ -241,3 +241,23 @@ def test_group_norm_of_a_part_with_one_value_a_group() -> None:
         torch.testing.assert_close(got.full_tensor().cpu(), F.group_norm(whole, groups))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         F.group_norm(distribute_tensor(whole[:1], mesh, [Shard(0)]), 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shape", [(8, 6), (6, 8), (7, 5)], ids=str)
+@pytest.mark.parametrize("place", PLACEMENTS, ids=repr)
+def test_torchs_muon_orthogonalizes_the_whole_matrix(
+    place: Placement, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not each shard. It computes in bfloat16, whose rounding differs by the layout; in float64 nothing else does."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.double())
+    whole, gradients = rand(*shape).double(), [rand(*shape, n)[..., 0].double() for n in (1, 2, 3)]
+    plain = nn.Parameter(whole.clone())
+    cut = nn.Parameter(distribute_tensor(whole, mesh_of(device_type(), (2,)), [place]))
+    for weight in (plain, cut):
+        optimizer = torch.optim.Muon([weight], lr=0.1)
+        for gradient in gradients:
+            mesh = mesh_of(device_type(), (2,))
+            weight.grad = gradient.clone() if weight is plain else distribute_tensor(gradient, mesh, [place])
+            optimizer.step()
+    torch.testing.assert_close(cut.detach().full_tensor(), plain.detach(), rtol=1e-12, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from hp_dtensor.torch.api import from_local as _from_local
 from hp_dtensor.torch.backward.engine import on_local_gradient as _on_local_gradient
+from hp_dtensor.torch.backward.module_hooks import install as _install_module_hooks
 from hp_dtensor.torch.backward.own_functions import install as _install_own_functions
 from hp_dtensor.torch.compile.compiling import install as _install_compiling
 from hp_dtensor.torch.dtensor import install as _install_methods
@@ -14,3 +15,4 @@ _install_special()
 _install_dispatch()
 _install_compiling()
 _install_own_functions()
+_install_module_hooks()

@@ -46,7 +46,7 @@ _set_data = T.data.__set__  # type: ignore[attr-defined]
 _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _OWN = frozenset(  # not a copy's
     "_spec _called_in _link _meets_plain _moved_from _node_taken _outside_graphs _passed_by _reads _retired"
-    " _shadows _strides".split()
+    " _shadows _shows _strides".split()
 )
 
 _from_local: Callable[..., DTensor]
@@ -320,8 +320,7 @@ class DTensor(torch.Tensor):
         _impl(_set_data, (), (self, value))
 
     def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
-        autograd.refuse_late(self, "register_hook")
-        autograd.retire_shadows(self)  # their gradients would bypass the hook
+        autograd.make_way(self, hook)
         _impl(_grad_fn, (), (self,))  # of a view whose base was written to, torch crashes if register_hook creates it
         return _impl(T.register_hook, (), (self, _on_local_gradient(self, hook)))
 

@@ -11,6 +11,9 @@ earlier for some parameters.
 A leaf with a hook is read directly from then on. Gradients that its shadows collect for an earlier forward go through
 the engine to the leaf, and so to its hooks, as one global gradient. If one backward brought a leaf both a gradient by
 its shadows and one of its own, the hook would be called twice, each time with part of the gradient: that is refused.
+
+So is a hook that counts the backward that it is called in (``register_multi_grad_hook``: the leaf's gradient would come
+in another one), and whoever asks for the leaf's graph node while an earlier forward's gradients bypass it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
@@ -46,15 +49,16 @@ __all__ = [
     "arriving",
     "bring_gradients",
     "convert",
-    "give_node",
     "grad_spec",
     "move",
     "moved_back",
     "moved_from",
+    "make_way",
     "note_call",
     "of_parts",
     "read_in_parts",
     "reduce_partial_grads",
+    "refuse_bypassing",
     "refuse_late",
     "retire_shadows",
     "shadows",
@@ -69,11 +73,17 @@ _grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 _hooks = torch.Tensor._backward_hooks.__get__  # type: ignore[attr-defined]
 _accumulate_hooks = torch.Tensor._post_accumulate_grad_hooks.__get__  # type: ignore[attr-defined]
 _retains = torch.Tensor.retains_grad.__get__  # type: ignore[attr-defined]
+_interception: Any = torch._C._EnableTorchFunction  # type: ignore[attr-defined]
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 _grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+_COUNTING = frozenset(
+    code for code in torch.autograd.graph.register_multi_grad_hook.__code__.co_consts if isinstance(code, CodeType)
+)
+"""What ``register_multi_grad_hook`` registers: hooks that tell one backward from another."""
 
 waiting: dict[int, Callable[[], None]] = {}
 """The function that ends each pending redistribution: Note [A pending DTensor] in `hp_dtensor.torch.moves.pending`."""
@@ -163,25 +173,40 @@ def retire_shadows(leaf: Any) -> None:
         leaf._retired = [*(each for each in leaf.__dict__.get("_retired", ()) if each[1]() is not None), *old]
 
 
-def give_node(leaf: Any) -> None:
-    """Make later gradients of ``leaf`` arrive at its graph node, because a user asked for the node.
+def refuse_bypassing(leaf: Any, what: str, instead: str) -> None:
+    """Make later gradients of ``leaf`` arrive at its graph node, and check that those of earlier forwards do.
+
+    Args:
+        leaf: a leaf.
+        what: was asked for or registered; begins the error.
+        instead: what to do; ends the error.
 
     Raises:
         RuntimeError: the graph of an earlier forward has gradients of ``leaf`` that bypass that node.
     """
     retire_shadows(leaf)
-    leaf._node_taken = True
     if shadows(leaf):
         raise RuntimeError(
-            f"the gradient edge of a DTensor leaf of shape {leaf._spec.shape} placed {leaf._spec.placements} was asked"
-            " for after an operation had read it, and that operation's gradient does not come by the edge; call"
-            " get_gradient_edge before the forward, or name the tensor itself: torch.autograd.grad(loss, [leaf])"
+            f"{what} of a DTensor leaf of shape {leaf._spec.shape} placed {leaf._spec.placements} after an operation"
+            f" had read it: that operation's gradient does not come by the leaf's node in this graph; {instead}"
         )
 
 
+def make_way(x: Any, hook: Any) -> None:
+    """Make later gradients of ``x`` go through ``hook``, which is about to be registered.
+
+    Raises:
+        RuntimeError: gradients of earlier operations would bypass it.
+    """
+    refuse_late(x, "register_hook")
+    if getattr(hook, "__code__", None) in _COUNTING:
+        refuse_bypassing(x, "register_multi_grad_hook", "call it before the forward")
+    retire_shadows(x)
+
+
 def note_call(leaf: Any) -> None:
-    """Record that a hook of ``leaf`` is called, in the backward that is running."""
-    if "_retired" in leaf.__dict__:
+    """Record that a hook of ``leaf`` is called, in the backward that is running; None is a tensor that is gone."""
+    if "_retired" in getattr(leaf, "__dict__", ()):
         leaf._called_in = _graph_task()
 
 
@@ -263,7 +288,8 @@ def reduce_partial_grads(
 def _add_grad(leaf: Any, grad: torch.Tensor) -> None:
     """Add to ``leaf.grad``; by the engine if there are hooks, which are the engine's to call."""
     if "_retired" in leaf.__dict__ and (_impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,))):
-        _engine_run_backward((leaf,), (grad,), False, grad.requires_grad, (), accumulate_grad=True)
+        with _interception():  # the hooks are the user's, and see DTensors
+            _engine_run_backward((leaf,), (grad,), False, grad.requires_grad, (), accumulate_grad=True)
         return
     accumulated = _impl(_get_grad, (), (leaf,))
     _impl(_set_grad, (), (leaf, grad if accumulated is None else accumulated + grad))

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
 
-__all__ = ["backward", "backward_of", "grad", "on_local_gradient"]
+__all__ = ["backward", "backward_of", "give_node", "grad", "on_local_gradient"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
@@ -125,7 +125,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 def _gradient(index: int, x: Any, own: Any, parts: Sequence[Any], unused: bool, zeros: bool) -> Any:
     """Return the gradient of one input: the engine's own, plus the sums that its shadows collected."""
-    collected = None
+    own, collected = None if own is None else local_of(own), None
     for vary, part in parts:
         if part is not None:
             summed = autograd.move(part, autograd.grad_spec(x._spec, vary), autograd.grad_spec(x._spec))
@@ -254,6 +254,8 @@ def _leaf_of(edge: GradientEdge) -> Any:
 def on_local_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[torch.Tensor], Any]:
     """Return the hook for the local gradient that calls ``hook`` with the DTensor.
 
+    Where the user has the leaf's graph node, the local gradient becomes a DTensor, for the node's own hooks see it.
+
     Args:
         tensor: the tensor on which to register it. A leaf's gradient has the layout that the leaf has in backward,
             another tensor's that of now.
@@ -262,7 +264,7 @@ def on_local_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[
     leaf, owner, now = _impl(_is_leaf, (), (tensor,)), weakref.ref(tensor), tensor._spec
 
     def call(grad: torch.Tensor) -> Any:
-        there = owner()
+        there, grad = owner(), local_of(grad)
         autograd.note_call(there)
         own = there._spec if leaf and there is not None else now
         spec, parts = autograd.grad_spec(own), tuple(placement.is_partial() for placement in own.placements)
@@ -272,6 +274,25 @@ def on_local_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[
                 raise RuntimeError(f"register_hook: a gradient of shape {spec.shape} became {replacement._spec.shape}")
             replacement = replacement if replacement._spec is spec else redistribute(replacement, spec)
             replacement = autograd.read_in_parts(local_of(replacement), own)
+        if "_node_taken" in getattr(there, "__dict__", ()):
+            result = grad if replacement is None else replacement
+            return wrap(result.view_as(result), spec)
         return replacement
 
     return call
+
+
+def give_node(leaf: DTensor) -> None:
+    """Make later gradients of ``leaf`` arrive at its graph node, as DTensors, because a user asked for the node.
+
+    Raises:
+        RuntimeError: the graph of an earlier forward has gradients of ``leaf`` that bypass that node.
+    """
+    if "_node_taken" not in leaf.__dict__:
+        leaf._node_taken = True  # type: ignore[attr-defined]
+        _impl(T.register_hook, (), (leaf, on_local_gradient(leaf, lambda grad: None)))
+    autograd.refuse_bypassing(
+        leaf,
+        "the gradient edge, or a hook of the graph node,",
+        "ask for it before the forward, or name the tensor itself: torch.autograd.grad(loss, [leaf])",
+    )

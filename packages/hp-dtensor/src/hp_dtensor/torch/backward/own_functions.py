@@ -32,7 +32,7 @@ from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.dtensor import DTensor, local_of, wrap
 from hp_dtensor.torch.views.moved_view import MovedView
 
-__all__ = ["install"]
+__all__ = ["install", "whole_gradient"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
@@ -175,7 +175,7 @@ def _backward(cls: Any, backward: Any) -> Callable[..., Any]:
         arguments, results = ctx._call.arguments, ctx._call.results
         if getattr(cls, "boxed_grads_call", False):
             [grads] = grads
-        global_grads = [_whole(grad, spec) for grad, spec in zip(grads, results, strict=True)]
+        global_grads = [whole_gradient(grad, spec) for grad, spec in zip(grads, results, strict=True)]
         with _on():
             gradients = (
                 plain(ctx, global_grads) if getattr(cls, "boxed_grads_call", False) else plain(ctx, *global_grads)
@@ -187,8 +187,8 @@ def _backward(cls: Any, backward: Any) -> Callable[..., Any]:
     return once_differentiable(of_parts) if once else of_parts
 
 
-def _whole(grad: Any, spec: TensorSpec | None) -> Any:
-    """Return the gradient of a result as a DTensor; autograd has this rank's part."""
+def whole_gradient(grad: Any, spec: TensorSpec | None) -> Any:
+    """Return the gradient of a value of layout ``spec`` as a DTensor; autograd has this rank's part."""
     if grad is None or spec is None:
         return grad
     gradient, parts = autograd.grad_spec(spec), tuple(placement.is_partial() for placement in spec.placements)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,6 @@ _enabled = torch._C._is_torch_function_enabled
 T = torch.Tensor
 _is_leaf = T.is_leaf.__get__  # type: ignore[attr-defined]
 Handler = Callable[[Any, Any, Any], Any]
-_EDGE = torch.autograd.graph.get_gradient_edge.__code__
 
 
 def _get(name: str) -> Any:
@@ -177,21 +175,20 @@ def _extreme(by_dim: Any, elementwise: Any, complete: Any, parts: Any) -> Handle
 def _shaped_as(func: Any) -> Handler:
     def handle(_: Any, args: Any, kwargs: Any) -> Any:
         x, other = args[0], args[1] if len(args) > 1 else kwargs["other"]
-        if x is other and x.requires_grad and x.is_leaf and _takes_node():
-            autograd.give_node(x)
-        return func(x, other.shape)
+        view = func(x, other.shape)
+        if x is other and x.requires_grad and x.is_leaf:
+            view._shows = x
+        return view
 
     return handle
 
 
-def _takes_node() -> bool:
-    """Tell whether ``get_gradient_edge`` asks: it finds a leaf's node behind a view of the leaf's own shape."""
-    frame = sys._getframe(4)
-    for _ in range(2):
-        if frame is None or frame.f_code is _EDGE:
-            break
-        frame = frame.f_back
-    return frame is not None and frame.f_code is _EDGE
+def _graph_node(func: Any, args: Any, kwargs: Any) -> Any:
+    """``grad_fn``; of ``leaf.view_as(leaf)`` it is the way to the leaf's own node: ``get_gradient_edge`` takes it."""
+    leaf = args[0].__dict__.get("_shows")
+    if leaf is not None:
+        engine.give_node(leaf)
+    return _impl(func, (), args, kwargs)
 
 
 def _reshaping(base: Any) -> Handler:
@@ -277,12 +274,13 @@ def _item(self: Any, index: Any) -> Any:
 def install() -> None:
     """Register the handlers; called once, when hp_dtensor's torch side is imported."""
     table = dispatch._SPECIAL
-    getters = """is_leaf grad_fn is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn is_mps is_xla is_xpu is_npu
+    getters = """is_leaf is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn is_mps is_xla is_xpu is_npu
         is_nested _version output_nr retains_grad names layout itemsize nbytes is_ipu is_maia is_vulkan is_mtia
         is_sparse_csr volatile grad_dtype name _backward_hooks _post_accumulate_grad_hooks _base _grad_fn _cdata"""
     for name in getters.split():
         if hasattr(T, name) and hasattr(getattr(T, name), "__get__"):
             table[_get(name)] = _local
+    table[_get("grad_fn")] = _graph_node
     for name in "_backward_hooks _post_accumulate_grad_hooks _grad grad_dtype name names retains_grad volatile".split():
         if hasattr(T, name):  # torch itself sets hooks on the base of a view that is written
             table[getattr(T, name).__set__] = _local
