@@ -241,12 +241,18 @@ def step(leaf: Any, seen: list[Any]) -> None:
 
 def by_optimizer(leaf: Any) -> None:
     optimizer = torch.optim.SGD([leaf], lr=0.1, momentum=0.9)
-    leaf.register_post_accumulate_grad_hook(lambda _: (optimizer.step(), optimizer.zero_grad()))
+
+    def hook(_: Any) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    leaf.register_post_accumulate_grad_hook(hook)
 
 
 HOOKS: dict[str, Any] = {
     "register_hook": lambda w, b, seen: w.register_hook(seen.append),
     "register_hook, replaced": lambda w, b, seen: w.register_hook(lambda grad: grad * grad.norm()),
+    "register_hook, kept": lambda w, b, seen: w.register_hook(lambda grad: seen.append(grad * 2) or seen[-1]),
     "register_hook, removed": lambda w, b, seen: w.register_hook(seen.append).remove(),
     "multi, all": lambda w, b, seen: torch.autograd.graph.register_multi_grad_hook([w, b], seen.extend),
     "multi, any": lambda w, b, seen: torch.autograd.graph.register_multi_grad_hook([w], seen.append, mode="any"),

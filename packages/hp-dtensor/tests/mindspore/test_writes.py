@@ -127,3 +127,29 @@ def test_a_source_with_a_gathered_view_is_not_written():
     assert y[:, 2:].shape == (5, 4)  # the rows stay cut: this view is one
     y.add_(1.0)
     np.testing.assert_array_equal(y.full_tensor().asnumpy(), X + 2)
+
+
+@on_ranks(2)
+def test_a_value_with_a_gradient_for_a_place_that_is_named_twice():
+    mesh, rows = init_device_mesh("cpu", (2,)), Tensor([3, 1, 3])
+
+    def loss(x, v):
+        y = x * 1.0
+        y[rows] = v
+        return (y**2).sum()
+
+    v = distribute_tensor(Tensor(np.ones((3, 6))), mesh, [Replicate()])
+    step = parallelize_value_and_grad(loss, grad_position=(0, 1))
+    for placement in (Shard(0), Shard(1), Replicate()):
+        x = distribute_tensor(Tensor(X), mesh, [placement])
+        if placement == Replicate():
+            _, (dx, dv) = step(x, v)
+            np.testing.assert_allclose(dv.full_tensor().asnumpy(), np.full((3, 6), 2.0))
+            assert not dx.full_tensor().asnumpy()[[1, 3]].any()
+            continue
+        with (
+            count_collectives() as counts,
+            pytest.raises(NotImplementedError, match="names a place of x, .* than once"),
+        ):
+            step(x, v)
+        assert not counts

@@ -45,7 +45,7 @@ _get_data = T.data.__get__  # type: ignore[attr-defined]
 _set_data = T.data.__set__  # type: ignore[attr-defined]
 _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _OWN = frozenset(  # not a copy's
-    "_spec _called_in _link _meets_plain _moved_from _node_taken _outside_graphs _passed_by _reads _retired"
+    "_spec _called_in _holds _link _meets_plain _moved_from _node_taken _outside_graphs _passed_by _reads _retired"
     " _shadows _shows _strides".split()
 )
 

@@ -184,6 +184,13 @@ def _write_parts(x: DTensor, index: Any, value: Any) -> DTensor:
     where[local_index] = np.arange(math.prod(shape)).reshape(shape)
     if isinstance(value, DTensor):
         recorded = grad_enabled() and value._requires_grad
+        named = np.arange(where.size).reshape(spec.shape)[local_index]
+        if recorded and np.unique(named).size < named.size:
+            raise NotImplementedError(
+                f"x[index] = value, a value that has a gradient: the index names a place of x, of shape {spec.shape}"
+                f" placed {spec.placements}, more than once, and all values written there have its gradient;"
+                " redistribute x to Replicate() first"
+            )
         shards = [local_shape(spec.shape, spec.placements, mesh.shape, at) for at in np.ndindex(*mesh.shape)]
         if recorded and any(0 in shard for shard in shards):
             raise NotImplementedError(

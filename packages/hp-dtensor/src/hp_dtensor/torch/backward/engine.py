@@ -255,6 +255,8 @@ def on_local_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[
     """Return the hook for the local gradient that calls ``hook`` with the DTensor.
 
     Where the user has the leaf's graph node, the local gradient becomes a DTensor, for the node's own hooks see it.
+    A DTensor that the hook gets or gives holds the tensor that autograd goes on with (``_holds``): while somebody keeps
+    it, autograd does not add the next gradient to its memory, which the two share.
 
     Args:
         tensor: the tensor on which to register it. A leaf's gradient has the layout that the leaf has in backward,
@@ -264,19 +266,23 @@ def on_local_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[
     leaf, owner, now = _impl(_is_leaf, (), (tensor,)), weakref.ref(tensor), tensor._spec
 
     def call(grad: torch.Tensor) -> Any:
-        there, grad = owner(), local_of(grad)
+        there, local = owner(), local_of(grad)
         autograd.note_call(there)
         own = there._spec if leaf and there is not None else now
         spec, parts = autograd.grad_spec(own), tuple(placement.is_partial() for placement in own.placements)
-        replacement = hook(wrap(autograd.of_parts(grad, spec, parts).view_as(grad), spec))
+        given: Any = wrap(autograd.of_parts(local, spec, parts).view_as(local), spec)
+        given._holds = result = grad
+        replacement = hook(given)
         if isinstance(replacement, DTensor):
             if replacement._spec.shape != spec.shape:
                 raise RuntimeError(f"register_hook: a gradient of shape {spec.shape} became {replacement._spec.shape}")
             replacement = replacement if replacement._spec is spec else redistribute(replacement, spec)
-            replacement = autograd.read_in_parts(local_of(replacement), own)
-        if "_node_taken" in getattr(there, "__dict__", ()):
-            result = grad if replacement is None else replacement
-            return wrap(result.view_as(result), spec)
+            given, replacement = replacement, autograd.read_in_parts(local_of(replacement), own)
+        if replacement is not None:
+            result = replacement
+        if "_node_taken" in getattr(there, "__dict__", ()) and not isinstance(result, DTensor):
+            result = replacement = wrap(result.view_as(result), spec)
+        given._holds = result
         return replacement
 
     return call

@@ -77,7 +77,9 @@ def _part(grad: Any, spec: TensorSpec | None, module: Any) -> Any:
             " None"
         )
     parts = tuple(placement.is_partial() for placement in spec.placements)
-    return local_of(autograd.convert(grad, autograd.grad_spec(spec), parts if any(parts) else None))
+    holder: Any = grad
+    holder._holds = part = local_of(autograd.convert(grad, autograd.grad_spec(spec), parts if any(parts) else None))
+    return part
 
 
 def install() -> None:

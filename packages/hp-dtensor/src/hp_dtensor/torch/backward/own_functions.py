@@ -193,7 +193,9 @@ def whole_gradient(grad: Any, spec: TensorSpec | None) -> Any:
         return grad
     gradient, parts = autograd.grad_spec(spec), tuple(placement.is_partial() for placement in spec.placements)
     local = autograd.of_parts(grad, gradient, parts)
-    return wrap(_impl(T.view_as, (), (local, local)), gradient)
+    whole: Any = wrap(_impl(T.view_as, (), (local, local)), gradient)
+    whole._holds = grad  # as for hooks: `hp_dtensor.torch.backward.engine.on_local_gradient`
+    return whole
 
 
 def _part(cls: Any, index: int, grad: Any, spec: TensorSpec | None) -> Any:
