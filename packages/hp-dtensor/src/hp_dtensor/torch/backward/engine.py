@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from hp_dtensor.torch.backward import autograd
+from hp_dtensor.torch.backward.own_functions import going_on
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
 
 __all__ = ["backward", "backward_of", "give_node", "grad", "on_local_gradient"]
@@ -277,12 +278,13 @@ def on_local_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[
             if replacement._spec.shape != spec.shape:
                 raise RuntimeError(f"register_hook: a gradient of shape {spec.shape} became {replacement._spec.shape}")
             replacement = replacement if replacement._spec is spec else redistribute(replacement, spec)
-            given, replacement = replacement, autograd.read_in_parts(local_of(replacement), own)
+            given, replacement = replacement, autograd.read_in_parts(going_on(replacement), own)
         if replacement is not None:
             result = replacement
         if "_node_taken" in getattr(there, "__dict__", ()) and not isinstance(result, DTensor):
             result = replacement = wrap(result.view_as(result), spec)
-        given._holds = result
+        if not torch.is_grad_enabled():  # else nothing is added in place
+            given._holds = result
         return replacement
 
     return call

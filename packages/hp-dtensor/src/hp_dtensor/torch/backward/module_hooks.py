@@ -12,12 +12,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.utils.hooks import BackwardHook
 
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.torch.backward import autograd
-from hp_dtensor.torch.backward.own_functions import whole_gradient
-from hp_dtensor.torch.dtensor import DTensor, local_of
+from hp_dtensor.torch.backward.own_functions import going_on, whole_gradient
+from hp_dtensor.torch.dtensor import DTensor
 
 __all__ = ["install"]
 
@@ -77,8 +78,10 @@ def _part(grad: Any, spec: TensorSpec | None, module: Any) -> Any:
             " None"
         )
     parts = tuple(placement.is_partial() for placement in spec.placements)
-    holder: Any = grad
-    holder._holds = part = local_of(autograd.convert(grad, autograd.grad_spec(spec), parts if any(parts) else None))
+    moved: Any = autograd.convert(grad, autograd.grad_spec(spec), parts if any(parts) else None)
+    part = going_on(moved)
+    if not torch.is_grad_enabled():
+        moved._holds = part
     return part
 
 

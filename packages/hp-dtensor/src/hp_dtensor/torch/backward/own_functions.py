@@ -29,10 +29,10 @@ from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.modes import replicates_plain
 from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.compile.overrides import compiler as _compiler
-from hp_dtensor.torch.dtensor import DTensor, local_of, wrap
+from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
 from hp_dtensor.torch.views.moved_view import MovedView
 
-__all__ = ["install", "whole_gradient"]
+__all__ = ["going_on", "install", "whole_gradient"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
@@ -196,6 +196,11 @@ def whole_gradient(grad: Any, spec: TensorSpec | None) -> Any:
     whole: Any = wrap(_impl(T.view_as, (), (local, local)), gradient)
     whole._holds = grad  # as for hooks: `hp_dtensor.torch.backward.engine.on_local_gradient`
     return whole
+
+
+def going_on(grad: DTensor) -> torch.Tensor:
+    """Return a gradient as autograd goes on with it: a view that has no base, for ``grad`` may hold it."""
+    return local_of(grad) if torch.is_grad_enabled() else local_view(grad)
 
 
 def _part(cls: Any, index: int, grad: Any, spec: TensorSpec | None) -> Any:
