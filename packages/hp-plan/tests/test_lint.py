@@ -358,3 +358,23 @@ def test_transformers_is_asked_for_where_it_is_missing(monkeypatch):
 
 def test_a_finding_reads_as_a_line():
     assert str(Diagnostic("run.steps", "got 0", "write 1")) == "run.steps: got 0; write 1"
+
+
+def test_the_callers_random_numbers_go_on():
+    """A rank that lints alone must not draw other numbers than the rest afterwards."""
+    import random
+
+    import numpy as np
+    import torch
+
+    from hp_plan import build_model
+    from hp_platform import get_platform
+
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    plan = ParallelPlan.from_dict(plan_of(run={"seed": 5}))
+    assert not lint(plan, run_model_code=True)
+    model, same = build_model(plan), build_model(plan)
+    assert torch.equal(model.lm_head.weight, same.lm_head.weight), "drawn from the plan's seed all the same"
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1] and random.getstate() == before[2]
+    assert get_platform().random.seeded() is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hp_platform.port import port
@@ -31,6 +33,25 @@ def reseed(seed: int) -> None:
         seed: as of `manual_seed`.
     """
     port().random.seed(seed)
+
+
+@contextmanager
+def drawing(seed: int, *devices: Any) -> Iterator[None]:
+    """Draw from a seed, as after `manual_seed`; afterwards `seeded` and the generators are what they were.
+
+    Args:
+        seed: as of `manual_seed`.
+        devices: whose default generators are used.
+    """
+    global _seed
+    before, states = _seed, [(device, get_state(device)) for device in devices]
+    manual_seed(seed)
+    try:
+        yield
+    finally:
+        _seed = before
+        for device, state in states:
+            set_state(device, state)
 
 
 def seeded() -> int | None:

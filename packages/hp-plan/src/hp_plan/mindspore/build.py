@@ -18,7 +18,7 @@ from hp_plan.model_source import check_function, check_returned, check_weights, 
 from hp_plan.optimizers import grouped, muon_and_adamw, optimized, scheduled_together
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import schedule_factor
-from hp_platform import manual_seed
+from hp_platform import get_platform
 
 
 def build_model(plan: ParallelPlan, *, dtype: Any = None) -> nn.Cell:
@@ -34,10 +34,10 @@ def build_model(plan: ParallelPlan, *, dtype: Any = None) -> nn.Cell:
     diagnostics = check_model_section(plan)
     if diagnostics:
         raise PlanError(diagnostics)
-    manual_seed(plan.run.seed)
     name = str(plan.model.function)
     try:
-        model = model_function(name, plan.model.folder)(**plan.model.overrides)
+        with get_platform().random.drawing(plan.run.seed, None):
+            model = model_function(name, plan.model.folder)(**plan.model.overrides)
     except PlanError:
         raise
     except Exception as error:  # Whatever the user's own function raises.

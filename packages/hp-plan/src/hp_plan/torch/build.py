@@ -41,8 +41,8 @@ def build_model(
     if diagnostics:
         raise PlanError(diagnostics)
     section = plan.model
-    with torch.device(device) if device is not None else contextlib.nullcontext(), _default_dtype(chosen):
-        torch.manual_seed(plan.run.seed)
+    on = torch.device(device) if device is not None else contextlib.nullcontext()
+    with on, _default_dtype(chosen), _drawing(plan.run.seed):
         try:
             if section.function is not None:
                 model = model_function(section.function, section.folder)(**section.overrides)
@@ -61,6 +61,18 @@ def build_model(
     if section.weights_file is not None and not any(parameter.is_meta for parameter in model.parameters()):
         _load_weights(model, section.weights_file)
     return model
+
+
+@contextlib.contextmanager
+def _drawing(seed: int) -> Iterator[None]:
+    """Draw from a seed on the host and on the default device; afterwards the caller's generators go on as before."""
+    device = torch.get_default_device()
+    own = {} if device.type in ("cpu", "meta") else {"device_type": device.type}
+    with torch.random.fork_rng([device] if own else [], **own):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach devices that are not in use
+        if own:
+            torch.get_device_module(device).manual_seed(seed)
+        yield
 
 
 def _load_weights(model: nn.Module, path: str) -> None:

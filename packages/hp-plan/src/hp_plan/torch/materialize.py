@@ -31,7 +31,7 @@ from hp_plan.torch.build import build_empty, build_model
 from hp_plan.torch.conversions import converted_entries
 from hp_plan.torch.folders import ignored_names, saved_tensors, ties_of
 from hp_plan.torch.placed import NotPlacedError
-from hp_platform import get_platform, manual_seed
+from hp_platform import get_platform
 
 # Models whose weights are the same bits where they are drawn shard by shard: those that sweep_initial_weights.py finds.
 # In the constructors of others random numbers are drawn that nothing draws again.
@@ -128,8 +128,8 @@ def _drawn(model: Any, seed: int, device: torch.device) -> Any:
     with torch.no_grad():
         for each in _signed(model).values():
             each.fill_(_unset(each.dtype))
-    manual_seed(seed)
-    init_parameters(model, device=device)
+    with get_platform().random.drawing(seed, "cpu", device):
+        init_parameters(model, device=device)
     own = [name for name, each in _signed(model).items() if _is_unset(each)]
     everyone = Ranks().agree(lambda: json.dumps(own).encode(), "draw weights")
     wrong = sorted({name for each in everyone for name in json.loads(each)})

@@ -201,11 +201,12 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
     count = most_tokens(model.config, encoded, tokens)
     if count < 1:
         return None
-    torch.manual_seed(plan.run.seed)
-    written = model.eval().generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=count,
-        **_SAMPLED,
-    )
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(plan.run.seed)
+        written = model.eval().generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=count,
+            **_SAMPLED,
+        )
     return tokenizer.decode([token for token in written[0].tolist() if token < tokenizer.vocabulary])
