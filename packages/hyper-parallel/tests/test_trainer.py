@@ -194,6 +194,26 @@ def test_a_profile_has_the_steps_and_ranks_of_the_plan(tmp_path):
     assert not {"hp.step 1", "hp.step 4"} & names
 
 
+@on_ranks(2)
+def test_what_fails_after_the_last_step_does_not_fail_the_run(tmp_path):
+    full = OSError(28, "No space left on device")
+    changed = {"profile": {"start": 3, "steps": 5, "ranks": [0]}}
+    with (
+        mock.patch.dict(sys.modules, {"matplotlib.figure": None}),
+        mock.patch("hyper_parallel.sinks.JsonLines.close", side_effect=full),
+        mock.patch("hyper_parallel.profiling.Profile.close", side_effect=full),
+        mock.patch("hyper_parallel.torch.trainer.write_sample", side_effect=full),
+    ):
+        summary = run(tmp_path, {"dp_shard": 2}, changed=changed)
+    if get_platform().groups.rank() != 0:
+        return
+    assert summary.steps == 3 and summary.sample is None
+    assert any(Path(summary.checkpoint).glob("*.safetensors")), "saved before anything else is written"
+    said = {each.partition(":")[0]: each for each in summary.missed}
+    assert {*said} == {"the profile", "the last metrics of JsonLines", "loss.png", "a text of the model"}
+    assert "pip install 'hyper-parallel[train]'" in said["loss.png"] and "No space left" in said["the profile"]
+
+
 def test_numbers_of_a_step_are_read_when_the_next_is_launched(tmp_path):
     run_ranks(1, launches_before_reads, tmp_path)
 

@@ -199,6 +199,7 @@ def print_summary(console: Console, summary: Summary, *, title: str) -> None:
         **({"peak memory": f"{memory} (rank 0, 1, ...)"} if memory else {}),
         "run folder": summary.folder,
         "checkpoint": summary.checkpoint,
+        **({"not written": "\n".join(summary.missed)} if summary.missed else {}),
     }.items():
         table.add_row(name, Text(value))
     console.print(table)

@@ -99,4 +99,6 @@ class EventReader:
         elif kind == "step":
             self._reporter.step(Step(**{**values, "texts": tuple(values["texts"])}))
         else:
-            self._reporter.finished(Summary(**{**values, "peak_memory": tuple(values["peak_memory"])}))
+            self._reporter.finished(
+                Summary(**{name: tuple(each) if isinstance(each, list) else each for name, each in values.items()})
+            )

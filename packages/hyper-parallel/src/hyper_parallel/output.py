@@ -142,6 +142,7 @@ class Summary:
         folder: where the run's files are.
         checkpoint: folder of the full model, for `from_pretrained`.
         sample: text that the model, loaded back from the checkpoint, wrote; None where it can't generate.
+        missed: what could not be written when all steps were done and saved, and why.
     """
 
     steps: int
@@ -153,6 +154,7 @@ class Summary:
     folder: str
     checkpoint: str
     sample: str | None
+    missed: tuple[str, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -203,6 +205,20 @@ def strict(metrics: Mapping[str, float]) -> dict[str, float | None]:
     {'loss': 2.0, 'validation_loss': None}
     """
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+@contextmanager
+def attempt(what: str, missed: list[str]) -> Iterator[None]:
+    """Let an error of what is done beside training be a note: a run whose steps are done has not failed.
+
+    Args:
+        what: is done inside.
+        missed: takes the note.
+    """
+    try:
+        yield
+    except Exception as error:
+        missed.append(f"{what}: {type(error).__name__}: {error}")
 
 
 def draw_loss(curve: Curve, path: Path, *, title: str) -> None:

@@ -24,7 +24,7 @@ from hyper_parallel.data import Content, DataError, Opened, Rows, Samples, conte
 from hyper_parallel.diverging import DivergedError, check_finite
 from hyper_parallel.hyperparameters import changes, hyperparameters
 from hyper_parallel.launch import Resume
-from hyper_parallel.output import CHECKPOINTS, OutputError, Step, replace_text
+from hyper_parallel.output import CHECKPOINTS, OutputError, Step, attempt, replace_text
 from hyper_parallel.peaks import known_peak
 from hyper_parallel.port import Numbers, Trainer, gathering, shortages, training
 from hyper_parallel.position import check_order, order
@@ -110,6 +110,7 @@ class Run:
         self._batches = Batches(self.samples, self._rows, plan.data.batch_size, sequence_length=length)
         self._validation = Validation(plan, self._rows, vocabulary=known) if plan.validation.paths else None
         self._prompts = Prompts(given, self.trainer) if plan.validation.prompts else None
+        self.missed: list[str] = []
         self._profile = Profile(plan, self.trainer, self.folder, rank=self.ranks.rank)
         self._numbers = gathering().Numbers
         self._peak, self._counted = self._all_peaks(), None
@@ -143,7 +144,7 @@ class Run:
                 self._say_last_words(error)
             self._batches.close()
             if kind is None:
-                self._profile.close()
+                self._end_profile()
         finally:
             # All ranks find alike that a training has diverged, so they wait for the save that they began together.
             self.checkpoints.__exit__(None if isinstance(error, DivergedError) else kind)
@@ -156,6 +157,10 @@ class Run:
         """
         self._batches.close()
         self.checkpoints.close()
+
+    def _end_profile(self) -> None:
+        with attempt("the profile", self.missed):
+            self._profile.close()
 
     def steps(self) -> Iterator[Step]:
         """Train to the plan's last step, and save: at the end, when it is stopped, and as often as the plan says.
@@ -184,7 +189,7 @@ class Run:
                 last = None
             if saves:
                 self.save()
-        self._profile.close()
+        self._end_profile()
         if last is not None:
             yield self._finished(last)
         if self._saved != self.step:

@@ -26,7 +26,7 @@ from hyper_parallel.ends import leave_together, tell_end
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume, launcher_place
 from hyper_parallel.notes import note
-from hyper_parallel.output import METRICS, TEXTS, Curve, OutputError, Step, Summary, draw_loss
+from hyper_parallel.output import METRICS, TEXTS, Curve, OutputError, Step, Summary, attempt, draw_loss
 from hyper_parallel.port import rank_process, training
 from hyper_parallel.prompts import write_texts
 from hyper_parallel.record import begin
@@ -143,7 +143,7 @@ def train(
             keep_lines(run.folder / TEXTS, run.step)
             sinks = [JsonLines(run.folder / METRICS), *open_sinks(plan.metrics.sinks, run.folder, record)]
             for sink in sinks:
-                stack.enter_context(contextlib.closing(sink))
+                stack.callback(_closed, sink, run.missed)
         if reporter is not None:
             stack.enter_context(reporter.running(title, steps=plan.run.steps))
         for step in run.steps():
@@ -162,7 +162,12 @@ def train(
         fix = "train on with more steps (run.steps), or choose another folder with --out"
         raise OutputError(f"{folder} has a finished run of {run.step} steps, and no {METRICS} of them; {fix}")
     checkpoint = run.checkpoints.path(run.step)
-    draw_loss(curve, run.folder / "loss.png", title=f"{name} on {_mesh(plan)}")
+    sample = None
+    with attempt("loss.png", run.missed):
+        draw_loss(curve, run.folder / "loss.png", title=f"{name} on {_mesh(plan)}")
+    if run.finished and not has_tokens(plan.data):
+        with attempt("a text of the model", run.missed):
+            sample = training().write_sample(plan, checkpoint)
     summary = Summary(
         steps=len(curve),
         first_loss=curve.losses[0],
@@ -172,11 +177,18 @@ def train(
         peak_memory=run.peak_memory,
         folder=str(folder),
         checkpoint=str(folder / checkpoint.relative_to(run.folder)),
-        sample=training().write_sample(plan, checkpoint) if run.finished and not has_tokens(plan.data) else None,
+        sample=sample,
+        missed=tuple(run.missed),
     )
     if reporter is not None:
-        reporter.finished(summary)
+        with attempt("the summary", run.missed):  # nobody may read it any more
+            reporter.finished(summary)
     return summary
+
+
+def _closed(sink: Sink, missed: list[str]) -> None:
+    with attempt(f"the last metrics of {type(sink).__name__}", missed):
+        sink.close()
 
 
 def _mesh(plan: ParallelPlan) -> str:
