@@ -382,3 +382,53 @@ def test_what_one_rank_finds_inside_a_module_of_queries_keys_and_values_and_in_a
             assert step == 0 and leaf.grad is not None
             F.scaled_dot_product_attention(first, first, first, is_causal=not own, **own)
         leaf.grad = None
+
+
+class Remembering(nn.Module):
+    """Attention that keeps its keys and values in a list of the caller's, or of its own."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(DIM, 3 * DIM, dtype=torch.float64, device=device_type())
+        self.kept: list[torch.Tensor] | None = [] if own else None
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor] | None = None) -> torch.Tensor:
+        cache = self.kept if cache is None else cache
+        q, k, v = (each.unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        if cache is not None:
+            if cache:
+                k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
+            cache[:] = k, v
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("degree", [None, 1])
+@pytest.mark.parametrize("own", [False, True])
+def test_keys_of_earlier_calls_are_refused(degree: int | None, own: bool) -> None:
+    module = parallelize_module(Remembering(own=own), _mesh(), ContextParallel(ulysses_degree=degree))
+    cache = () if own else ([],)
+    x = torch.randn(1, 6, DIM, dtype=torch.float64, device=device_type())
+    with torch.no_grad():
+        module(x, *cache)
+        for new in (1, 2):
+            with (
+                pytest.raises(
+                    NotImplementedError, match=rf"{new} queries and .* keys of|{new} queries and \d+ keys, and"
+                ),
+                count_collectives() as counts,
+            ):
+                module(x[:, :new], *cache)
+            assert "all_to_all" not in str(counts), "nothing but the comparison is sent"
+
+
+@on_ranks(2)
+def test_a_block_refuses_keys_of_earlier_calls() -> None:
+    module, mesh = Remembering(own=True), _mesh()
+    torch.distributed.broadcast(module.qkv.weight.data, 0)
+    x = torch.randn(1, 8, DIM, dtype=torch.float64, device=device_type())
+    message = "2 queries and 6 keys, and no sequence of 6 tokens is passed"
+    with pytest.raises(NotImplementedError, match=message), torch.no_grad():
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            module(x)
+            module(x[:, :2])

@@ -129,8 +129,8 @@ class Context(Protocol):
         """Let a root's calls begin and end the rounds of its attention."""
         ...
 
-    def attention_over(self, mesh: DeviceMesh) -> AbstractContextManager[None]:
-        """Let attention inside see the keys of all ranks."""
+    def attention_over(self, mesh: DeviceMesh, lengths: Iterable[int]) -> AbstractContextManager[None]:
+        """Let attention inside see the keys of all ranks; sequences have these lengths on a rank."""
         ...
 
     def cut_in_place(

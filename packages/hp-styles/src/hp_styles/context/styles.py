@@ -257,7 +257,8 @@ def context_parallel(
         context_parallel_shard(x, mesh, seq_dim=dim, load_balance=True) for x, dim in zip(tensors, dims, strict=True)
     ]
     restored = [x for x in tensors if id(x) not in unrestored]
-    with port.context().cut_in_place(tensors, parts, restored), port.context().attention_over(mesh):
+    lengths = [part.shape[dim] for part, dim in zip(parts, dims, strict=True)]
+    with port.context().cut_in_place(tensors, parts, restored), port.context().attention_over(mesh, lengths):
         yield
 
 

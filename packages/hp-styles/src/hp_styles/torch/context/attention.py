@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -227,6 +227,7 @@ def attend(
         if attn_mask is not None:
             refuse_mask(attn_mask)
         parts = group.locals(*tensors, _HEADS, _SEQUENCE)  # type: ignore[call-arg]
+        settling.call.refuse_other_keys(parts[0].shape[_SEQUENCE], parts[1].shape[_SEQUENCE])
         group.copies(parts[0].shape[_HEADS], parts[1].shape[_HEADS])
         return parts
 
@@ -295,15 +296,15 @@ def capped_attention(
 class _Ring(TorchFunctionMode):
     """A mode in which torch's attention is computed over a ring."""
 
-    def __init__(self, group: ContextGroup) -> None:
+    def __init__(self, group: ContextGroup, lengths: frozenset[int]) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.lengths = group, lengths
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             rounds = self.group.rounds
-            degrees = self.group.compared_degrees
-            settling = Settling(self.group, 0, rounds, degrees, Call("context_parallel"), rounds.current)
+            call = Call("context_parallel", lengths=self.lengths)
+            settling = Settling(self.group, 0, rounds, self.group.compared_degrees, call, rounds.current)
             return attend(self.group, settling, {}, *args, **(kwargs or {}))
         if func in (torch.Tensor.backward, torch.autograd.backward):  # layers that are recomputed need the mode as well
             end_round(self.group.rounds.current, self.group.rounds)
@@ -324,13 +325,18 @@ def _rounds_over(mesh: DeviceMesh) -> Rounds:
 
 
 @contextlib.contextmanager
-def attention_over(mesh: DeviceMesh) -> Iterator[None]:
-    """Compute attention inside the block over the ring of a mesh, on parts of a head and a tail chunk."""
+def attention_over(mesh: DeviceMesh, lengths: Iterable[int]) -> Iterator[None]:
+    """Compute attention inside the block over the ring of a mesh, on parts of a head and a tail chunk.
+
+    Args:
+        mesh: of one axis.
+        lengths: of this rank's parts of the buffers.
+    """
     rounds = _rounds_over(mesh)
     group = ContextGroup(mesh, (1, None), True, rounds)
     rounds.enter(mesh)
     try:
-        with _Ring(group):
+        with _Ring(group, frozenset(lengths)):
             yield
         end_round(rounds.current, rounds)
     finally:

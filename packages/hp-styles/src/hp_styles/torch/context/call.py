@@ -37,6 +37,7 @@ class Call:
         window: keys that a query sees, its own among them; None is all.
         cache: name of the key/value cache that is passed, for errors.
         cached: tokens in it.
+        lengths: those that a sequence among the arguments has; None where they are not known.
     """
 
     name: str
@@ -47,6 +48,24 @@ class Call:
     window: int | None = None
     cache: str | None = None
     cached: int = 0
+    lengths: frozenset[int] | None = None
+
+    def refuse_other_keys(self, queries: int, keys: int) -> None:
+        """Refuse keys of a sequence that this call was not given: those of earlier calls.
+
+        Args:
+            queries: their number on this rank.
+            keys: their number on this rank.
+
+        Raises:
+            NotImplementedError: they are as long as neither the queries nor an argument.
+        """
+        if queries != keys and self.lengths is not None and keys not in self.lengths:
+            raise NotImplementedError(
+                f"ContextParallel on {self.name}: {queries} queries and {keys} keys, and no sequence of {keys} tokens"
+                " is passed in this call. Keys of earlier calls, a key/value cache, are each rank's own: decoding is"
+                " not supported. Compute the keys from this call's tokens; generate with a model without this style"
+            )
 
     def refuse_cache(self, style: str, *, filled: bool) -> None:
         """Refuse a key/value cache.
@@ -83,7 +102,9 @@ def _parameters(function: Any) -> dict[str, int]:
 def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[Any, ...], Any]:
     """Read a call, and return it with its arguments without the mask."""
     names = _parameters(type(module).forward)
-    call = Call(type(module).__name__, takes_mask="attention_mask" in names)
+    call = Call(
+        type(module).__name__, takes_mask="attention_mask" in names, lengths=_lengths((*args, *kwargs.values()))
+    )
     if not call.takes_mask:
         return call, args, kwargs
 
@@ -110,6 +131,12 @@ def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     call.window = _window(module)
     _find_cache(call, module, next((x for x in map(find, _CACHES) if x is not None), None))
     return call, args, kwargs
+
+
+def _lengths(values: Sequence[Any]) -> frozenset[int]:
+    """Return the sizes of tensors but for their last dim, which is a mask's keys or features."""
+    local = (value.to_local() if isinstance(value, DTensor) else value for value in values if isinstance(value, T))
+    return frozenset(size for value in local for size in value.shape[:-1])
 
 
 def left_out(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
