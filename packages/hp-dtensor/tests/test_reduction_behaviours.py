@@ -47,6 +47,14 @@ def test_over_each_dim(name: str, ranks: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("order", [-2, -1, 0, 0.5, 1, 2, -math.inf, math.inf])
+def test_a_norm_of_a_tensor_of_which_a_rank_has_nothing(order: float) -> None:
+    whole = torch.tensor([[2.0, -4.0, 5.0]], dtype=torch.float64, device=device_type())
+    made = distribute_tensor(whole, line(2), [S0])
+    torch.testing.assert_close(made.norm(order).full_tensor(), whole.norm(order), rtol=1e-12, atol=0)
+
+
+@on_ranks(2)
 def test_names_of_numpy_and_statistics() -> None:
     mesh, whole = line(2), rand(6, 4)
     for placement in (S0, S1, R):

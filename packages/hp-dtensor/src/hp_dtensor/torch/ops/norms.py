@@ -24,11 +24,13 @@ def of_each(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
     order = float(order)
     tensors = [t.reduce_partial() if isinstance(t, DTensor) and t.is_partial() else t for t in tensors]
     locals_ = [local_view(t) for t in tensors]
-    if math.isinf(order):  # a part without elements has no norm of its own: it must not decide
+    if math.isinf(order) or order < 0:  # a part without elements has no norm of its own: it must not decide
         least = 0.0 if order > 0 else math.inf
         norms = [
-            torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else t.new_full((), least, dtype=dtype)
-            for t in locals_
+            torch.linalg.vector_norm(part, order, dtype=dtype)
+            if part.numel() or (not whole.numel() and not math.isinf(order))  # torch has none of nothing
+            else part.new_full((), least, dtype=dtype)
+            for part, whole in zip(locals_, tensors)
         ]
     elif dtype is None:
         norms = list(torch._foreach_norm(locals_, order))
