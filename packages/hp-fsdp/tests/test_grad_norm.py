@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from hp_dtensor import init_device_mesh
+from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_fsdp import clip_grad_norm_, fully_shard, global_grad_norm
 from hp_testing import device_type, on_ranks
 
@@ -33,6 +33,37 @@ def test_each_gradient_is_scaled_in_its_own_dtype(dtype: torch.dtype, foreach: b
     assert norm.dtype == dtype
     torch.testing.assert_close(exact.grad, expected, rtol=1e-6, atol=0)
     assert small.grad.dtype == torch.bfloat16
+
+
+def test_orders_that_are_no_norm_are_refused():
+    for order in (-1.0, float("-inf"), float("nan")):
+        with pytest.raises(ValueError, match=rf"norm_type must be 0, a positive number or inf, got {order}"):
+            clip_grad_norm_([leaf([1.0], torch.float32)], 1.0, norm_type=order)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placements", [None, [Shard(0)], [Shard(1)], [Replicate()]])
+def test_a_norm_of_order_zero_counts_gradients_as_torchs_does(placements: Any) -> None:
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
+    last_row = torch.zeros(3, 4)
+    last_row[2] = 1.0  # the other rank's shard is zero
+    listed, truth = [], []
+    for gradient in (torch.ones(3, 4), torch.zeros(3, 4), last_row, torch.full((3, 4), 7.0)):
+        parameter = nn.Parameter(torch.zeros(3, 4))
+        parameter.grad = gradient.clone()
+        truth.append(parameter)
+        own: Any = torch.zeros(3, 4, device=device_type())
+        value: Any = gradient.to(device_type())
+        if placements is not None:
+            own, value = distribute_tensor(own, mesh, placements), distribute_tensor(value, mesh, placements)
+        listed.append(nn.Parameter(own))
+        listed[-1].grad = value.clone()
+    listed.append(nn.Parameter(torch.zeros(2, device=device_type())))  # without a gradient
+    norm = clip_grad_norm_(listed, 1.5, norm_type=0.0)
+    assert norm.item() == nn.utils.clip_grad_norm_(truth, 1.5, norm_type=0.0).item() == 3.0
+    for parameter, other in zip(listed, truth):
+        whole = parameter.grad.full_tensor() if placements is not None else parameter.grad
+        torch.testing.assert_close(whole.cpu(), other.grad)
 
 
 class TwoDtypes(nn.Module):

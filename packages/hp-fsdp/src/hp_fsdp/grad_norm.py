@@ -39,7 +39,8 @@ def global_grad_norm(
 
     Args:
         parameters: one or several DTensors; plain ones count as replicated.
-        norm_type: the p of the p-norm, ``inf`` for the largest absolute value. Default 2.
+        norm_type: the p of the p-norm, ``inf`` for the largest absolute value, 0 for the number of parameters whose
+            gradient is not zero, as torch counts them. Default 2.
         gradients: MindSpore, which has no ``.grad``: one for each parameter, in the same order, as
             `parallelize_value_and_grad` returns them; plain local parts are accepted. PyTorch: leave it out.
         group: ranks that have other parameters, such as a pipeline's: their sums are added in the order of the ranks,
@@ -55,8 +56,8 @@ def global_grad_norm(
         TypeError: ``gradients`` on PyTorch, none on MindSpore.
         ValueError: another number of gradients than of parameters; some parameters are sharded with
             ``deterministic=True``, some without; the ranks of ``group`` call with other arguments, on all of them;
-            ``copies`` without a group.
-        NotImplementedError: with it, a norm that is not 1, 2 or inf.
+            ``copies`` without a group; a negative ``norm_type``.
+        NotImplementedError: with it, a norm that is not 0, 1, 2 or inf.
     """
     framework = port.grad_norms()
     pairs = framework.pairs(parameters, gradients, "global_grad_norm")
@@ -122,6 +123,8 @@ class _Call:
 
 def _norm(pairs: Sequence[tuple[Any, Any]], framework: port.GradNorms, call: _Call) -> Any:
     norm_type = call.norm_type
+    if not norm_type >= 0:
+        raise ValueError(f"{call.name}: norm_type must be 0, a positive number or inf, got {norm_type}")
     if call.copies and call.group is None:
         raise ValueError(f"{call.name}: copies= are counted by another rank of a group; pass that group, got None")
     skipped = {id(parameter) for parameter in call.copies}
@@ -130,17 +133,25 @@ def _norm(pairs: Sequence[tuple[Any, Any]], framework: port.GradNorms, call: _Ca
     mesh = _joint_mesh({spec.mesh for spec in specs if spec is not None})
     dtype = framework.dtype_of(pairs)
     with framework.unrecorded():
-        if mesh is not None and _in_blocks(pairs) and not math.isinf(norm_type):
+        if not norm_type:
+            flags = framework.nonzero([gradient for _, gradient in pairs], dtype, pairs, mesh)
+            if mesh is not None and mesh.size() > 1:
+                collectives.all_reduce(flags, "max", group=_group_of(mesh))
+            total = framework.total(flags)
+        elif mesh is not None and _in_blocks(pairs) and not math.isinf(norm_type):
             total = _power_sum_of_blocks(pairs, specs, mesh, norm_type, dtype, framework)
         else:
             counted = [g for (_, g), spec in zip(pairs, specs) if g is not None and _counts(spec, mesh)]
             total = framework.power_sum(counted, norm_type, dtype, pairs, mesh)
             if mesh is not None and mesh.size() > 1:
-                group = get_platform().groups.new_group(sorted(int(rank) for rank in mesh.ranks.reshape(-1)))
-                collectives.all_reduce(total, "max" if math.isinf(norm_type) else "sum", group=group)
+                collectives.all_reduce(total, "max" if math.isinf(norm_type) else "sum", group=_group_of(mesh))
         if call.group is not None and get_platform().groups.size(call.group) > 1:
             total = _over_group(total, pairs, framework, call)
-        return framework.root(total, norm_type, pairs)
+        return framework.root(total, norm_type or 1.0, pairs)
+
+
+def _group_of(mesh: DeviceMesh) -> Any:
+    return get_platform().groups.new_group(sorted(int(rank) for rank in mesh.ranks.reshape(-1)))
 
 
 def _over_group(total: Any, pairs: Sequence[tuple[Any, Any]], framework: port.GradNorms, call: _Call) -> Any:

@@ -278,6 +278,12 @@ class GradNorms(Protocol):
         """Sum ``|x| ** norm_type`` over this rank's gradients (``inf``: the largest), where ``mesh`` communicates."""
         ...
 
+    def nonzero(
+        self, gradients: Sequence[Any], dtype: Any, pairs: Sequence[tuple[Any, Any]], mesh: DeviceMesh | None
+    ) -> Any:
+        """Return for each gradient 1 where this rank has an element that is not zero, else 0; zero for None."""
+        ...
+
     def block_sums(
         self,
         gradients: Sequence[Any],

@@ -22,6 +22,7 @@ __all__ = [
     "block_sums",
     "dtype_of",
     "gather",
+    "nonzero",
     "number",
     "of_number",
     "pairs",
@@ -77,6 +78,12 @@ def power_sum(
             else:
                 result = result + (size**norm_type).sum().reshape(1)
     return result
+
+
+def nonzero(gradients: Sequence[Any], dtype: Any, pairs: Pairs, mesh: DeviceMesh | None) -> Tensor:
+    """Return for each gradient 1 where this rank has an element that is not zero, else 0; zero for None."""
+    locals_ = [None if each is None else local_view(each).asnumpy() for each in gradients]
+    return Tensor(np.array([float(each is not None and (each != 0).any()) for each in locals_]), dtype)
 
 
 def number(total: Tensor) -> float:

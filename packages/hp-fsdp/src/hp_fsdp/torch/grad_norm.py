@@ -21,6 +21,7 @@ __all__ = [
     "block_sums",
     "dtype_of",
     "gather",
+    "nonzero",
     "number",
     "of_number",
     "pairs",
@@ -71,6 +72,17 @@ def power_sum(
     else:
         result = torch.zeros((), dtype=dtype, device=_device(pairs))
     return result if mesh is None else result.to(transport(mesh))  # shards may be on the host
+
+
+def nonzero(gradients: Sequence[Any], dtype: torch.dtype, pairs: Pairs, mesh: DeviceMesh | None) -> torch.Tensor:
+    """Return for each gradient 1 where this rank has an element that is not zero, else 0; zero for None."""
+    flags = torch.zeros(len(gradients), dtype=dtype, device=_device(pairs))
+    parts = {at: local_view(each) for at, each in enumerate(gradients) if each is not None}
+    filled = {at: part for at, part in parts.items() if part.numel()}
+    if filled:
+        largest = torch._foreach_norm(list(filled.values()), float("inf"))
+        flags[list(filled)] = torch.stack([norm.to(flags.device) != 0 for norm in largest]).to(dtype)
+    return flags if mesh is None else flags.to(transport(mesh))
 
 
 def number(total: torch.Tensor) -> float:
