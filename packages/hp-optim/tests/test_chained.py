@@ -206,3 +206,39 @@ def test_a_tensor_as_learning_rate_is_written():
     container = get_hyper_lr_scheduler(optimizer, 10, decay_style="linear", lr=1.0, lr_min=0.0)
     container.step()
     assert optimizer.param_groups[0]["lr"] is lr and float(lr) == pytest.approx(0.45)
+
+
+def test_parameters_that_come_later_are_in_the_state():
+    model, other = net(), net()
+    optimizers = []
+    for each in (model, other):
+        each.last.requires_grad_(False)
+        muon = Muon([each.first.weight, each.qkv.weight, each.out.weight])
+        adamw = AdamW([each.first.bias, each.out.bias])
+        for name in ("up", "down"):
+            getattr(each.experts, name).requires_grad_(False)
+        optimizers.append(ChainedOptimizer(each, {"muon": muon, "adamw": adamw}))
+    for each, optimizer in zip((model, other), optimizers):
+        each.requires_grad_(True)
+        optimizer.optimizers["muon"].add_param_group({"params": [each.experts.up], "lr": 0.1})
+        optimizer.optimizers["adamw"].add_param_group({"params": list(each.last.parameters())})
+    one, second = optimizers
+    for step in range(2):
+        give(model, step)
+        one.step()
+    state = one.state_dict()
+    assert {"experts.up", "last.weight", "last.bias"} < state["state"].keys() and "experts.down" not in state["state"]
+    second.load_state_dict(copy.deepcopy(state))
+    other.load_state_dict(model.state_dict())
+    give(model, 2), give(other, 2)
+    one.step(), second.step()
+    for parameter, truth in zip(other.parameters(), model.parameters()):
+        assert torch.equal(parameter, truth)
+    made_alike, copied = copy.deepcopy((model, one))
+    give(model, 3), give(made_alike, 3)
+    one.step(), copied.step()
+    for parameter, truth in zip(made_alike.parameters(), model.parameters()):
+        assert torch.equal(parameter, truth)
+    one.optimizers["adamw"].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ValueError, match=r"parameter 0 of a group of 'adamw', of shape \(2,\), is not the model's"):
+        one.state_dict()

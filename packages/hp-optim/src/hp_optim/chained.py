@@ -39,12 +39,33 @@ class ChainedOptimizer:
         self.iteration = 0
         if not self.optimizers:
             raise ValueError("ChainedOptimizer: no optimizers; pass at least one, by a name")
-        named = port().named_parameters(model)
-        names = {id(parameter): name for name, parameter in named}
+        # Groups and parameters may come later: names are read from the model when they are needed.
+        self._model = model if hasattr(model, "state_dict") or hasattr(model, "parameters_dict") else list(model)
         owners: dict[int, str] = {}
-        self._names: dict[str, list[list[str]]] = {}
+        for key, names in self._names().items():
+            parameters = [each for group in port().groups(self.optimizers[key]) for each in group["params"]]
+            for name, parameter in zip((name for group in names for name in group), parameters):
+                other = owners.setdefault(id(parameter), key)
+                if other != key:
+                    raise ValueError(f"ChainedOptimizer: {name!r} is in {other!r} and in {key!r}; give it to one")
+        named = port().named_parameters(self._model)
+        left = [name for name, each in named if id(each) not in owners and port().trains(each)]
+        if left:
+            raise ValueError(
+                f"ChainedOptimizer: {len(left)} of {len(named)} parameters are trained and in no optimizer"
+                f" ({', '.join(left[:5])}). Give them to one, or freeze them"
+            )
+
+    def _names(self) -> dict[str, list[list[str]]]:
+        """Name the parameters of each group of each optimizer, as model and optimizers are now.
+
+        Raises:
+            ValueError: a parameter that is not the model's.
+        """
+        names = {id(parameter): name for name, parameter in port().named_parameters(self._model)}
+        listed: dict[str, list[list[str]]] = {}
         for key, optimizer in self.optimizers.items():
-            groups = []
+            groups = listed.setdefault(key, [])
             for group in port().groups(optimizer):
                 for number, parameter in enumerate(group["params"]):
                     if id(parameter) not in names:
@@ -53,19 +74,8 @@ class ChainedOptimizer:
                             f" {tuple(parameter.shape)}, is not the model's. Make the optimizers of the model as it is"
                             " now: what replaces parameters (to_empty, an adapter) comes before"
                         )
-                    other = owners.setdefault(id(parameter), key)
-                    if other != key:
-                        raise ValueError(
-                            f"ChainedOptimizer: {names[id(parameter)]!r} is in {other!r} and in {key!r}; give it to one"
-                        )
                 groups.append([names[id(parameter)] for parameter in group["params"]])
-            self._names[key] = groups
-        left = [name for name, each in named if id(each) not in owners and port().trains(each)]
-        if left:
-            raise ValueError(
-                f"ChainedOptimizer: {len(left)} of {len(named)} parameters are trained and in no optimizer"
-                f" ({', '.join(left[:5])}). Give them to one, or freeze them"
-            )
+        return listed
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the optimizers, as `hp_fsdp.get_optimizer_state_dict` and torch's own do."""
@@ -82,8 +92,9 @@ class ChainedOptimizer:
         Args:
             gradients: by the parameters' names, where they are not the parameters' own (MindSpore).
         """
+        names = {} if gradients is None else self._names()
         for key, optimizer in self.optimizers.items():
-            own = None if gradients is None else [gradients.get(name) for each in self._names[key] for name in each]
+            own = None if gradients is None else [gradients.get(name) for each in names[key] for name in each]
             port().step(optimizer, own)
         self.iteration += 1
 
@@ -106,8 +117,9 @@ class ChainedOptimizer:
         """
         states: dict[str, State] = {}
         groups: list[State] = []
+        every = self._names()
         for key, optimizer in self.optimizers.items():
-            names = self._names[key]
+            names = every[key]
             states.update(zip((name for each in names for name in each), map(dict, port().states(optimizer))))
             for group, own in zip(port().groups(optimizer), names):
                 groups.append({**_hyperparameters(group), "params": list(own), "optimizer": key})
@@ -131,7 +143,8 @@ class ChainedOptimizer:
         Raises:
             ValueError: parameters without a state, states without a parameter, groups that were divided otherwise.
         """
-        names = [name for each in self._names.values() for group in each for name in group]
+        every = self._names()
+        names = [name for each in every.values() for group in each for name in group]
         states, saved = _unflattened(state_dict, names) if "state" not in state_dict else _nested(state_dict)
         missing, unknown = [n for n in names if n not in saved], [n for n in saved if n not in set(names)]
         if missing or unknown:
@@ -140,8 +153,8 @@ class ChainedOptimizer:
                 f" ({', '.join(missing[:5])}), {len(unknown)} in it are not the optimizers' ({', '.join(unknown[:5])})"
             )
         for key, optimizer in self.optimizers.items():
-            groups = [_shared(own, saved) for own in self._names[key]]
-            listed = [states.get(name, {}) for own in self._names[key] for name in own]
+            groups = [_shared(own, saved) for own in every[key]]
+            listed = [states.get(name, {}) for own in every[key] for name in own]
             port().load(optimizer, listed, groups)
         self.iteration = int(state_dict.get("iteration", 0))
 
