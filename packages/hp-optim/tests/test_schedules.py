@@ -82,6 +82,10 @@ def test_warmup_ratio_counts_where_there_are_no_warmup_steps():
         ({"lr_min": 1.0}, r"lr_min must be between 0 and lr = 0.0001, got 1.0"),
         ({"lr_start": 1.0}, r"lr_start must be between 0 and lr = 0.0001, got 1.0"),
         ({"warmup_ratio": 1.5}, r"warmup_ratio must be between 0 and 1, got 1.5"),
+        (
+            {"warmup_steps": 101, "decay_style": "constant"},
+            r"warmup ends at step 101, after the last of 100. Lower warm",
+        ),
         ({"warmup_steps": 100}, r"the warmup ends at step 100, the decay at step 100 \(of 100\)"),
         ({"decay_style": "WSD", "wsd_decay_steps": 101}, r"wsd_decay_steps must be between 1 and 100, .*got 101"),
         ({"decay_style": "WSD", "wsd_decay_steps": 0}, r"wsd_decay_steps must be between 1 and 100, .*got 0"),
@@ -90,6 +94,13 @@ def test_warmup_ratio_counts_where_there_are_no_warmup_steps():
 def test_options_that_make_no_schedule(options: dict[str, Any], text: str):
     with pytest.raises(ValueError, match=text):
         Schedule(**{"total_steps": 100, **options})
+
+
+@pytest.mark.parametrize("name", ["total_steps", "warmup_steps", "wsd_decay_steps"])
+@pytest.mark.parametrize("value", [2.5, True, "3", 4.0])
+def test_steps_are_integers(name: str, value: Any):
+    with pytest.raises(TypeError, match=rf"Schedule: {name} must be an integer, got {value!r}"):
+        Schedule(**{"total_steps": 100, "decay_style": "WSD", name: value})
 
 
 def megatron(step: int, style: str, warmup: int, end: int, anneal: int, shape: str) -> float:

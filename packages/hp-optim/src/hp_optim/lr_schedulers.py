@@ -174,7 +174,7 @@ def get_hyper_lr_scheduler(
         The container; the optimizers have the learning rates of the first step.
 
     Raises:
-        ValueError: a number out of its range, an unknown style.
+        ValueError, TypeError: see `Schedule`.
     """
     schedule = Schedule(
         total_steps=total_steps,

@@ -47,7 +47,8 @@ class Schedule:
         lr_wsd_decay_style: of "WSD", "linear", "cosine", "exponential" or "minus_sqrt".
 
     Raises:
-        ValueError: a number out of its range, or an unknown style.
+        ValueError: a number out of its range, an unknown style, or a warmup that is longer than the training.
+        TypeError: steps that are no integers.
     """
 
     total_steps: int
@@ -67,6 +68,11 @@ class Schedule:
         for name in ("warmup_ratio", "lr_decay_ratio"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"Schedule: {name} must be between 0 and 1, got {getattr(self, name)}")
+        for name in ("total_steps", "warmup_steps", "wsd_decay_steps"):
+            value = getattr(self, name)
+            left_out = value is None and name == "wsd_decay_steps"
+            if not left_out and (isinstance(value, bool) or not hasattr(value, "__index__")):
+                raise TypeError(f"Schedule: {name} must be an integer, got {value!r}")
         if self.total_steps < 1:
             raise ValueError(f"Schedule: total_steps must be at least 1, got {self.total_steps}")
         if not 0.0 < self.lr < math.inf:
@@ -75,6 +81,11 @@ class Schedule:
             raise ValueError(f"Schedule: lr_min must be between 0 and lr = {self.lr}, got {self.lr_min}")
         if not 0.0 <= self.lr_start <= self.lr:
             raise ValueError(f"Schedule: lr_start must be between 0 and lr = {self.lr}, got {self.lr_start}")
+        if self.warmup > self.total_steps:
+            raise ValueError(
+                f"Schedule: the warmup ends at step {self.warmup}, after the last of {self.total_steps}. Lower"
+                " warmup_steps or raise total_steps"
+            )
         if self.decay_style != "constant" and self.warmup >= self.decay_end:
             raise ValueError(
                 f"Schedule: the warmup ends at step {self.warmup}, the decay at step {self.decay_end} (of"
