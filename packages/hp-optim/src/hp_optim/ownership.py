@@ -12,6 +12,7 @@ Note [Owners]
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,15 @@ class Placed:
     def parts(self) -> tuple[Part, ...]:
         """What the ranks of the mesh have of it."""
         return parts_of(self.shape, self.placements, self.mesh_shape, self.matrices)
+
+    def line(self, dtype: str) -> str:
+        """Describe what must be the same on all ranks.
+
+        Args:
+            dtype: of the parameter.
+        """
+        digest = hashlib.sha256(f"{dtype} {self.matrices} {self.settings}".encode()).hexdigest()[:12]
+        return f"{self.name!r} of shape {self.shape}, placed {self.placements} on {self.mesh_shape}, settings {digest}"
 
 
 @dataclass(frozen=True)

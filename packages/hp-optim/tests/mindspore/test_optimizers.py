@@ -22,6 +22,7 @@ from hp_optim import (
     swap_optimizer,
 )
 from hp_platform import count_collectives
+from hp_platform.extend import own_rank
 from hp_testing import device_type, on_ranks
 
 R = Replicate()
@@ -120,7 +121,8 @@ def trained(kind: str, lay: Callable[..., list[Any]] | None, ranks: int, dtype: 
             gradients.append(distribute_tensor(whole, mesh, lay(mesh, name)) if lay else whole)
         with count_collectives() as counts:
             optimizer(gradients)
-        assert sum(counts.values()) == (2 if lay and muon else 0), counts
+        expected = 2 + (step == 0)  # the first one also compares the ranks
+        assert sum(counts.values()) == (expected if lay and muon else 0), counts
     return {
         name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).asnumpy()
         for name, parameter in matrices(net)
@@ -151,6 +153,42 @@ def test_a_broken_gradient_on_one_rank_stops_all():
     with pytest.warns(RuntimeWarning, match="Muon: the gradients of 'up' have values that are infinite"):
         assert not optimizer([distribute_tensor(Tensor(bad), mesh, [Shard(0)])])
     np.testing.assert_array_equal(local_view(net.up).asnumpy(), before)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("key", "value"), [("ns_steps", 3), ("ns_steps", -1), ("momentum", "x")])
+def test_what_one_rank_changes_all_ranks_refuse(key: str, value: Any):
+    net = Net(np.float32)
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
+    up = distribute_tensor(net.up, mesh, [Shard(0)])
+    net.up = up if isinstance(up, Parameter) else Parameter(up, name="up")
+    optimizer = Muon([net.up])
+
+    def step(number: int) -> Any:
+        whole = Tensor(gradient(number, "up", SHAPES["up"], np.float32))
+        return optimizer([distribute_tensor(whole, mesh, [Shard(0)])])
+
+    step(0)
+    before, right = local_view(net.up).asnumpy().copy(), optimizer.param_groups[0][key]
+    if own_rank() == 1:
+        optimizer.param_groups[0][key] = value
+    texts = {3: r"ranks have different parameters or settings.*'up' of shape", -1: "ns_steps must be .*got -1"}
+    with pytest.raises((ValueError, TypeError), match=texts.get(value, "Muon: momentum must be a number, got 'x'")):
+        step(1)
+    np.testing.assert_array_equal(local_view(net.up).asnumpy(), before)
+    optimizer.param_groups[0][key] = right
+    assert step(1)
+    if value == 3:  # all ranks change it
+        optimizer.param_groups[0][key] = value
+        with count_collectives() as counts:
+            assert step(2)
+        assert sum(counts.values()) == 4, counts
+        other = Net(np.float32)
+        truth = Muon([other.up])
+        for number in range(3):
+            truth.param_groups[0][key] = 3 if number == 2 else right
+            truth([Tensor(gradient(number, "up", SHAPES["up"], np.float32))])
+        np.testing.assert_array_equal(net.up.full_tensor().asnumpy(), other.up.asnumpy())
 
 
 def test_a_chain_with_schedules_and_states_by_name():

@@ -47,7 +47,8 @@ class AdamW(optim.AdamW):
     ) -> None:
         listed = unnamed(params)
         for number, group in enumerate(listed):
-            check_group("AdamW", {"lr": lr, "weight_decay": weight_decay, **group}, number)
+            known = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            check_group("AdamW", {**known, **group}, number, known=[*known, "amsgrad", "maximize"])
         with SkipDTensorDispatch():
             super().__init__(listed, float(lr), betas, eps, float(weight_decay), amsgrad=amsgrad, maximize=maximize)
 

@@ -1,6 +1,7 @@
 """What `hp_optim.ownership.Exchange` plans, done with gathers.
 
-Each message to owners begins with its sender's flags: which of its gradients are not finite.
+Each message to owners begins with its flags: which gradients of the sender are not finite, and whether it can't step by
+this plan. There is such a message between any two ranks, so all of them know after the first exchange.
 """
 
 from __future__ import annotations
@@ -39,29 +40,37 @@ class Exchanger:
             for name in ("sent", "batches", "results_sent", "locals")
         }
 
-    def to_owners(self, tensors: Sequence[Tensor], broken: np.ndarray) -> tuple[list[Tensor], np.ndarray]:
+    def to_owners(
+        self, tensors: Sequence[Tensor], broken: np.ndarray, *, alarm: bool = False
+    ) -> tuple[list[Tensor], np.ndarray, bool]:
         """Bring the matrices together; a collective, if there are other ranks.
 
         Args:
-            tensors: this rank's part of each parameter's matrices.
+            tensors: this rank's part of each parameter's matrices; with an alarm there are none.
             broken: whether it has a gradient that is not finite, for each parameter.
+            alarm: this rank can't step by this plan.
 
         Returns:
-            The batches, ``[matrices, rows, columns]``, and ``broken`` of any rank.
+            The batches, ``[matrices, rows, columns]``, ``broken`` of any rank, and whether any raised the alarm; then
+            there are no batches.
         """
         flat = _joined([ops.reshape(each, (-1,)) for each in tensors], self.dtype)
         if self.group is not None:
             there = self.exchange
-            arrived, heads = self._sent(self._gathered(flat, "sent"), there.send_sizes, there.receive_sizes, broken)
-            flat = _joined([flat, arrived], self.dtype)
-            broken = heads.max(axis=0) > 0
+            stream = ops.zeros((sum(there.send_sizes),), dtype=self.dtype) if alarm else self._gathered(flat, "sent")
+            head = np.append(broken, alarm)
+            arrived, heads = self._sent(stream, there.send_sizes, there.receive_sizes, head)
+            broken, alarm = heads.max(axis=0)[:-1] > 0, bool(heads[:, -1].max() > 0) or alarm
+            flat = _joined([flat, arrived], self.dtype) if not alarm else flat
+        if alarm:
+            return [], broken, True
         matrices = self._gathered(flat, "batches")
         batches, start = [], 0
         for batch in self.exchange.batches:
             part = matrices[start : start + batch.elements]
             batches.append(ops.reshape(part, (len(batch.members), batch.rows, batch.columns)))
             start += batch.elements
-        return batches, broken
+        return batches, broken, False
 
     def to_holders(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's part of each parameter's results; a collective, if there are other ranks.

@@ -22,7 +22,7 @@ from hp_optim.torch.coded import (
     nearest,
     update,
 )
-from hp_optim.torch.transfers import Held, release
+from hp_optim.torch.transfers import held, release
 
 __all__ = ["AdamW8bit"]
 
@@ -68,24 +68,19 @@ class AdamW8bit(AdamW):
     ) -> None:
         self._compiled = compiled
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
-        self.register_load_state_dict_pre_hook(_hold)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as of ``torch.optim.Optimizer``; they get their states.
-
-        Raises:
-            ValueError, TypeError: see `AdamW8bit`; the optimizer is as it was.
-        """
-        number = len(self.param_groups)
-        if param_group.get("amsgrad"):
-            raise ValueError(f"AdamW8bit: group {number} has amsgrad=True, which takes one more state; use AdamW")
-        super().add_param_group(param_group)
+    _keys = ("exp_avg", "exp_avg_sq", *_CODES.values())
 
     def _placing(self) -> Resident:
         return CodedBlocks(self._compiled)
 
+    def _kind(self, parameter: torch.Tensor) -> tuple[Any, ...]:
+        return *super()._kind(parameter), _elements(parameter) >= CODED_NUMEL
+
     def _check(self, group: dict[str, Any], number: int) -> None:
         super()._check(group, number)
+        if group["amsgrad"]:
+            raise amsgrad(f"group {number}")
         for name, parameter in zip(parameter_names(group, number), group["params"]):
             if isinstance(parameter, DTensor) and parameter.numel() >= CODED_NUMEL:
                 spec = parameter._spec
@@ -97,6 +92,7 @@ class AdamW8bit(AdamW):
         Args:
             coded: the codes and their scales, not the values in float32.
         """
+        self._current(Block.adopt)
         packed = super().state_dict()
         if coded:
             return packed
@@ -119,13 +115,9 @@ def _decoded(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     return {**values, "step": state["step"]}
 
 
-def _hold(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    keys = {*_CODES, *_CODES.values(), *_SCALES.values()}
-    states = {
-        number: {k: Held(v) if k in keys and isinstance(v, torch.Tensor) else v for k, v in state.items()}
-        for number, state in state_dict["state"].items()
-    }
-    return {**state_dict, "state": states}
+def amsgrad(what: str) -> ValueError:
+    """Return the error for a group, or the group of a parameter, with ``amsgrad``."""
+    return ValueError(f"AdamW8bit: {what} has amsgrad=True, which takes one more state; use AdamW")
 
 
 class CodedBlocks(Resident):
@@ -144,19 +136,34 @@ class CodedBlocks(Resident):
         for group, parameters, names in members:
             for parameter in parameters:
                 release(state[parameter])
-            for coded in (False, True):
-                chosen = [at for at, each in enumerate(parameters) if (_elements(each) >= CODED_NUMEL) is coded]
-                own = group, [parameters[at] for at in chosen], [names[at] for at in chosen]
-                if chosen:
-                    new.append(CodedBlock(own, state, self.compiled) if coded else Block(*own, state))
+            if _elements(parameters[0]) >= CODED_NUMEL:
+                new.append(CodedBlock((group, parameters, names), state, self.compiled))
+            else:
+                new.append(SmallBlock(group, parameters, names, state))
         return [*blocks, *new]
+
+    def held(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """See `Resident`."""
+        return held(state_dict, {*_CODES, *_CODES.values(), *_SCALES.values()})
 
 
 def _elements(parameter: torch.Tensor) -> int:
     return prod(parameter._spec.shape) if isinstance(parameter, DTensor) else parameter.numel()
 
 
-class CodedBlock(Block):
+class SmallBlock(Block):
+    """A block whose states are not coded."""
+
+    owner = "AdamW8bit"
+
+    def _state_keys(self, state: Any) -> list[str]:
+        return ["exp_avg", "exp_avg_sq"]
+
+    def _add_largest(self) -> None:
+        raise amsgrad(f"the group of {self.names[0]!r}")
+
+
+class CodedBlock(SmallBlock):
     """A block whose states are codes and scales; every parameter begins with a block of 256 elements.
 
     Args:
@@ -171,6 +178,9 @@ class CodedBlock(Block):
 
     def _state_keys(self, state: Any) -> list[str]:
         return [*_CODES.values(), *_SCALES.values()]
+
+    def _shaped_keys(self) -> list[str]:
+        return [*_CODES, *_CODES.values()]
 
     def _extent(self, elements: int) -> int:
         return -(-elements // BLOCK) * BLOCK
@@ -187,7 +197,7 @@ class CodedBlock(Block):
             return flat[self.offsets[number] // BLOCK : self.offsets[number + 1] // BLOCK]
         return super()._view(flat, number)
 
-    def _lay_out(self) -> None:
+    def _check_states(self) -> None:
         for name, parameter, state, size in zip(self.names, self.parameters, self.states, self.sizes):
             if not parameter.is_contiguous():
                 raise RuntimeError(
@@ -200,14 +210,18 @@ class CodedBlock(Block):
                         f"AdamW8bit: the coded state of {name!r} has {len(state[key])} blocks, and this rank"
                         f" {self._extent(size) // BLOCK}: it is of another layout. Save state_dict() without coded=True"
                     )
+        super()._check_states()
+
+    def _lay_out(self) -> None:
         super()._lay_out()
         coders = list(zip(_CODES, (encoded_mean, encoded_square), nearest(self.parameters[0].device)))
         for number, state in enumerate(self.states):
             for key, encode, rounding in coders:
                 if key in state:
-                    self._encode(number, state.pop(key), key, encode, rounding)
+                    self._encode(number, state.pop(key), encode, rounding, key)
+        self._note_shown()
 
-    def _encode(self, number: int, value: torch.Tensor, key: str, encode: Any, rounding: torch.Tensor) -> None:
+    def _encode(self, number: int, value: torch.Tensor, encode: Any, rounding: torch.Tensor, key: str) -> None:
         """Take over a state that is no code."""
         parameter, low, high = self.parameters[number], self.offsets[number], self.offsets[number + 1]
         whole = torch.zeros(high - low, dtype=torch.float32, device=parameter.device)

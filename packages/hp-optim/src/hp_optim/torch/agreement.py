@@ -1,76 +1,33 @@
-"""Tell whether all ranks exchange the same parameters, asked once before the first exchange."""
+"""Hyperparameters as ranks compare them."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from hp_optim.options import different_parameters
-from hp_optim.ownership import OwnerPlan
-from hp_platform import collectives, get_platform
+__all__ = ["told"]
 
-__all__ = ["check_alike"]
+_TOLD = ("lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
 
 
-def check_planned(failure: ValueError | None, world: Sequence[int], device: torch.device) -> None:
-    """Raise on all ranks where one can't plan; a small collective.
+def told(number: int, group: Mapping[str, Any]) -> str:
+    """Describe hyperparameters of a group that are no part of a plan, the same for the same numbers.
 
     Args:
-        failure: this rank's.
-        world: the ranks that exchange.
-        device: where they communicate.
-
-    Raises:
-        ValueError: this rank's, or which ranks have one.
+        number: of the group.
+        group: with its hyperparameters.
     """
-    failed = torch.tensor([failure is not None], dtype=torch.int64, device=device)
-    everyone = failed.clone()
-    if len(world) > 1:
-        everyone = torch.empty(len(world), dtype=torch.int64, device=device)
-        collectives.all_gather(everyone, failed, group=get_platform().groups.new_group(list(world)))
-    if failure is not None:
-        raise failure
-    ranks = [rank for rank, flag in zip(world, everyone.tolist()) if flag]
-    if ranks:
-        raise ValueError(f"Muon: ranks {ranks[:8]} can't tell where parameters are; their errors say why")
+    return f"group {number} with " + ", ".join(f"{key}={_shown(group[key])}" for key in _TOLD if key in group)
 
 
-def check_alike(plan: OwnerPlan, device: torch.device) -> None:
-    """Raise on all ranks alike where their parameters differ; two small collectives where they don't.
-
-    Args:
-        plan: this rank's.
-        device: where ranks communicate.
-
-    Raises:
-        ValueError: with the first parameter that differs.
-    """
-    if len(plan.world) == 1:
-        return
-    group = get_platform().groups.new_group(plan.world)
-    told = [
-        f"{each.name!r} of shape {each.shape}, placed {each.placements} on {each.mesh_shape}"
-        for each in plan.parameters
-    ]
-    digests = [_number(f"{text} {each.matrices} {each.settings}") for text, each in zip(told, plan.parameters)]
-    world = len(plan.world)
-    counts = torch.empty(world, dtype=torch.int64, device=device)
-    collectives.all_gather(counts, torch.tensor([len(digests)], device=device), group=group)
-    most = int(counts.max())
-    own = torch.tensor([*digests, *[-1] * (most - len(digests))], dtype=torch.int64, device=device)
-    gathered = torch.empty(world * most, dtype=torch.int64, device=device)
-    collectives.all_gather(gathered, own, group=group)
-    table = gathered.view(world, most).cpu()
-    different = (table != table[:1]).any(0).nonzero().flatten().tolist()
-    if not different:
-        return
-    first = different[0]
-    mine = own[first].item()
-    others = [rank for rank, number in zip(plan.world, table[:, first].tolist()) if number != mine]
-    raise different_parameters("Muon", told[first] if first < len(told) else "no more parameters", others)
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+def _shown(value: Any) -> str:
+    """Return a hyperparameter as ranks compare it: the last bits may differ where their processors do."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            return "a tensor"  # reading it would wait for the device
+        value = value.item()
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)

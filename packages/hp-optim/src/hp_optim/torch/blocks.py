@@ -19,6 +19,7 @@ import torch
 from hp_dtensor.torch.extend import DTensor, wrap
 from hp_optim.options import sparse_gradient
 from hp_optim.torch.runs import Runs
+from hp_optim.torch.states import Moved, check_state, counters, facts_of, told, value_for
 
 __all__ = ["Block", "Members", "Resident", "view_like", "wrapped_like"]
 
@@ -28,22 +29,32 @@ Members = tuple[dict[str, Any], list[torch.Tensor], list[str]]
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _data_ptr = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
+_numel = torch.Tensor.numel
+_END: tuple[tuple[None], ...] = ((None,),)
 _FUSED = ("cpu", "cuda")
 
 
 class Block:
     """The parameters of a group with one dtype on one device, and their states in one buffer each.
 
+    A step is two calls: `look`, after which nothing is refused any more, and `step`.
+
     Args:
         group: hyperparameters, read at each step.
         parameters: in the group's order; DTensors count as their local tensors here.
         names: of the parameters.
         state: the optimizer's; what is in it is copied, and replaced by views.
+
+    Raises:
+        ValueError: a state that is not laid out as its parameter.
     """
+
+    owner = "AdamW"
 
     def __init__(self, group: dict[str, Any], parameters: list[torch.Tensor], names: list[str], state: Any) -> None:
         self.group, self.parameters, self.names = group, parameters, names
         self.keys = self._state_keys(state)
+        self.facts = list(map(facts_of, parameters))
         self.sizes = [parameter.numel() for parameter in parameters]
         self.filled = [parameter for parameter, size in zip(parameters, self.sizes) if size]
         self.offsets = [0]
@@ -52,9 +63,10 @@ class Block:
         device = parameters[0].device
         self.itemsize = parameters[0].element_size()
         self.flat = {key: self._memory(key) for key in self.keys}
+        self.shown_flat = self._shown_memory()
         self.fused = _fused(group, device)
-        counters = torch.promote_types(torch.get_default_dtype(), torch.float32)  # bfloat16 counts to 256
-        self.steps = torch.zeros(len(parameters), dtype=counters, device=device if self.fused else "cpu")
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)  # bfloat16 counts to 256
+        self.steps = torch.zeros(len(parameters), dtype=dtype, device=device if self.fused else "cpu")
         self.states = [state[parameter] for parameter in parameters]
         self._lay_out()
 
@@ -65,6 +77,10 @@ class Block:
             keys.append("max_exp_avg_sq")
         return keys
 
+    def _shaped_keys(self) -> list[str]:
+        """Name the states that may be set and have a parameter's shape."""
+        return self.keys
+
     def _extent(self, elements: int) -> int:
         """Return how far it is from a parameter's states to the next one's."""
         return elements
@@ -74,28 +90,47 @@ class Block:
         like = self.parameters[0]
         return torch.zeros(self.offsets[-1], dtype=like.dtype, device=like.device)
 
+    def _shown_memory(self) -> dict[str, torch.Tensor]:
+        """Return the memory of which the optimizer's state has views."""
+        return self.flat
+
     def _lay_out(self) -> None:
-        """Put views into the state, with the values that it had."""
+        """Put views into the state, with the values that it had, or zeros."""
+        self._check_states()
         self.contiguous = all(map(_is_contiguous, self.filled))
         self.strides = [parameter.stride() for parameter in self.parameters]
         self.cuts: list[int] | None = None
         self.places: list[int] = []
         self.kinds: list[type] = []
-        self.views: dict[str, list[torch.Tensor]] = {key: [] for key in self.keys}
-        self.shown: list[Any] = []
-        for number, state in enumerate(self.states):
-            for key in self.keys:
-                view = self._view(self.flat[key], number)
-                if key in state:
-                    view.copy_(state[key])
+        self.views: dict[str, list[torch.Tensor]] = {
+            key: [self._view(flat, number) for number in range(len(self.parameters))]
+            for key, flat in self.shown_flat.items()
+        }
+        for key, views in self.views.items():
+            values = [value_for(view, state.get(key), self.shown_flat[key]) for state, view in zip(self.states, views)]
+            for state, view, value in zip(self.states, views, values):
+                if value is None:
+                    view.zero_()
+                elif value is not view:
+                    view.copy_(value)
                 state[key] = view
-                self.views[key].append(view)
-            counter = self.steps[number]
-            if "step" in state:
-                counter.copy_(torch.as_tensor(state["step"]))
-            state["step"] = counter
-            self.shown += state.values()
+        self.steps.copy_(counters(self.owner, self.names, self.states, self.steps))
+        for number, state in enumerate(self.states):
+            state["step"] = self.steps[number]
+        self._note_shown()
         self._note_steps()
+
+    def _check_states(self) -> None:
+        """Refuse states that are not laid out as their parameters."""
+        if list(map(facts_of, self.parameters)) != self.facts:
+            raise Moved
+        for name, parameter, state in zip(self.names, self.parameters, self.states):
+            for key in self._shaped_keys():
+                check_state(self.owner, name, parameter, key, state.get(key))
+
+    def _note_shown(self) -> None:
+        """Take note of what is in the state, of which nothing else may be there in the next step."""
+        self.shown: list[Any] = [*chain.from_iterable(map(dict.values, self.states)), None]
 
     def _view(self, flat: torch.Tensor, number: int) -> torch.Tensor:
         """Return a parameter's part of a state."""
@@ -105,40 +140,76 @@ class Block:
     def _note_steps(self) -> None:
         self.counts: list[float] = self.steps.tolist()
 
-    def _adopt(self) -> None:
+    def rejoin(self, group: dict[str, Any], state: Any) -> None:
+        """Go on with another dictionary of hyperparameters, and of states.
+
+        Args:
+            group: of the same parameters.
+            state: the optimizer's.
+        """
+        self.group, self.states = group, [state[parameter] for parameter in self.parameters]
+        self.adopt()
+
+    def adopt(self) -> None:
         """Take over states that were set from outside, and memory in which elements lie in another order."""
         if not self.contiguous or not all(map(_is_contiguous, self.filled)):
             if [parameter.stride() for parameter in self.parameters] != self.strides:
+                self._check_states()
                 self.flat = {key: torch.zeros_like(flat) for key, flat in self.flat.items()}
+                self.shown_flat = self._shown_memory()
                 self._lay_out()
-        if not all(map(is_, chain.from_iterable(map(dict.values, self.states)), self.shown)):
+        if not self._shows():
             self._lay_out()
 
-    def step(self, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
-        """Update the parameters that have gradients.
+    def _shows(self) -> bool:
+        """Tell whether the states are what was put into them, and nothing else."""
+        values = chain.from_iterable(chain(map(dict.values, self.states), _END))
+        return all(map(is_, values, self.shown))
 
-        Args:
-            scale: what the gradients are divided by; see ``torch.amp.GradScaler``.
-            found: one where some gradient is not finite, which leaves everything as it is.
+    def look(self) -> list[torch.Tensor]:
+        """Find the gradients, and take over what was set from outside; no value of a parameter or state changes.
+
+        Returns:
+            The memory of each run's gradients.
+
+        Raises:
+            RuntimeError: a sparse gradient, or one that is not as its parameter; memory with gaps.
+            Moved: see there.
         """
-        self._adopt()
         gradients: list[Any] = list(map(_get_grad, self.parameters))
         kinds = list(map(type, gradients))
         if kinds != self.kinds:
             self._note_present(kinds, gradients)
-        if self.group["amsgrad"] and len(self.keys) == 2:
+        places = list(map(_data_ptr, self.trained))
+        if places != self.places and list(map(facts_of, self.parameters)) != self.facts:
+            raise Moved
+        self.adopt()
+        if self.group["amsgrad"] and "max_exp_avg_sq" not in self.keys:
             self._add_largest()
+        if kinds != self.kinds:  # laid out anew
+            self._note_present(kinds, gradients)
+        if not self.present:
+            return []
+        chosen = gradients if self.all_filled else [gradients[at] for at in self.present]
+        if not self.contiguous or not all(map(_is_contiguous, chosen)):
+            chosen = self._like_parameters(self.present, chosen)
+        self._join(places, chosen)
+        return [
+            torch.as_strided(chosen[first], (size,), (1,), chosen[first].storage_offset())
+            for first, size in zip(self.runs.first, self.runs.sizes)
+        ]
+
+    def step(self, gradients: list[torch.Tensor], scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
+        """Update the parameters that have gradients.
+
+        Args:
+            gradients: see `look`.
+            scale: what the gradients are divided by; see ``torch.amp.GradScaler``.
+            found: one where some gradient is not finite, which leaves everything as it is.
+        """
         self._count()
-        if self.present:
-            chosen = [gradients[at] for at in self.present]
-            if not self.contiguous or not all(map(_is_contiguous, chosen)):
-                chosen = self._like_parameters(self.present, chosen)
-            runs = self._runs(chosen)
-            parts = [
-                torch.as_strided(chosen[first], (size,), (1,), chosen[first].storage_offset())
-                for first, size in zip(runs.first, runs.sizes)
-            ]
-            runs.update(parts, self.group, self.fused, scale, found)
+        if gradients:
+            self.runs.update(gradients, self.group, self.fused, scale, found)
         if found is not None:
             self.steps -= self.counted * found.to(self.steps.device)
             if not self.all_present:
@@ -147,13 +218,14 @@ class Block:
     def _note_present(self, kinds: list[type], gradients: list[Any]) -> None:
         """Take note of which parameters have gradients."""
         for name, gradient in zip(self.names, gradients):
-            if gradient is not None and gradient.is_sparse:
-                raise sparse_gradient("AdamW", name)
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise sparse_gradient(self.owner, name)
         self.kinds = kinds
         self.have = [at for at, gradient in enumerate(gradients) if gradient is not None]
         self.present = [at for at in self.have if self.sizes[at]]
         self.trained = [self.parameters[at] for at in self.present]
         self.all_present = len(self.have) == len(gradients)
+        self.all_filled = len(self.present) == len(gradients)
         self.counted = torch.zeros_like(self.steps)
         self.counted[self.have] = 1
         self.cuts = None
@@ -170,8 +242,10 @@ class Block:
         made = []
         for at, gradient in zip(present, gradients):
             parameter = self.parameters[at]
+            if gradient.layout is not torch.strided:
+                raise sparse_gradient(self.owner, self.names[at])
             strides = parameter.stride() if _dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
-            if gradient.stride() != strides:
+            if gradient.stride() != strides and gradient.shape == parameter.shape:
                 copy = torch.empty_strided(parameter.shape, strides, dtype=gradient.dtype, device=gradient.device)
                 gradient = copy.copy_(gradient)
             made.append(gradient)
@@ -181,31 +255,41 @@ class Block:
         """Make the state that ``amsgrad`` needs, which was switched on."""
         self.keys.append("max_exp_avg_sq")
         self.flat["max_exp_avg_sq"] = torch.zeros_like(self.flat["exp_avg_sq"])
+        self.shown_flat = self._shown_memory()
         self._lay_out()
 
-    def _runs(self, gradients: list[Any]) -> Runs:
+    def _join(self, places: list[int], gradients: list[Any]) -> None:
         """Join parameters that touch, whose gradients touch in the same way; see Note [Runs]."""
-        places = list(map(_data_ptr, self.trained))
         others = list(map(_data_ptr, gradients))
         if self.cuts is not None and places == self.places and self._as_before(others, gradients):
-            return self.runs
+            return
+        if list(map(facts_of, self.parameters)) != self.facts:
+            raise Moved
+        for at, gradient in zip(self.present, gradients):
+            if facts_of(gradient) != self.facts[at]:
+                raise RuntimeError(
+                    f"{self.owner}: the gradient of {self.names[at]!r} is a {told(facts_of(gradient))}, the parameter a"
+                    f" {told(self.facts[at])}. Compute gradients anew where the memory of a parameter is replaced"
+                )
         cuts = self._cuts(places, others, gradients)
         if cuts != self.cuts or places != self.places:
             self.runs = self._joined(cuts)
         self.cuts, self.places, self.others = cuts, places, others
-        return self.runs
 
     def _as_before(self, others: list[int], gradients: list[Any]) -> bool:
         """Tell whether gradients can be joined as in the last step, if not at the same addresses."""
+        runs = self.runs
+        if len(runs.first) == len(others):  # each parameter by itself
+            return list(map(_numel, gradients)) == runs.sizes
         if others != self.others:
-            sizes = [stop - start for start, stop in zip(self.runs.first, [*self.runs.first[1:], len(others)])]
-            shifts = [others[start] - self.others[start] for start in self.runs.first]
+            sizes = [stop - start for start, stop in zip(runs.first, [*runs.first[1:], len(others)])]
+            shifts = [others[start] - self.others[start] for start in runs.first]
             moved = chain.from_iterable(map(repeat, shifts, sizes))
             if others != list(map(add, self.others, moved)):
                 return False
         return all(
             gradients[first].untyped_storage().nbytes() >= (gradients[first].storage_offset() + size) * self.itemsize
-            for first, size in zip(self.runs.first, self.runs.sizes)
+            for first, size in zip(runs.first, runs.sizes)
         )
 
     def _cuts(self, places: list[int], others: list[int], gradients: list[Any]) -> list[int]:
@@ -261,6 +345,13 @@ class Resident:
             state: the optimizer's; what is in it is copied, and replaced by views.
         """
         return [*blocks, *(Block(*each, state) for each in members)]
+
+    def held(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state that is to be loaded, without what torch would move or convert."""
+        return state_dict
+
+    def settle(self) -> None:
+        """Wait until the states can be read."""
 
     def visit(self, blocks: list[Block], update: Callable[[Block], None]) -> None:
         """Update each block."""

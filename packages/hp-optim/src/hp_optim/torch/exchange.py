@@ -1,9 +1,11 @@
 """What `hp_optim.ownership.Exchange` plans, done: pieces to their owners and results back, two collectives.
 
 Note [Heads of messages]
-    Messages begin with what their senders know: which parameters have gradients, and which of these are not finite. So
-    after both exchanges all ranks know, with no further collective, which parameters to leave as they are, or that none
-    may change; see Note [Relays] in `hp_optim.relays`.
+    Messages begin with what their senders know: which parameters have gradients, which of these are not finite, whether
+    a rank has another plan by now or can't take the step, and a digest of hyperparameters, each bit of it and its
+    opposite: where ranks differ in a bit, both are set in the end. So after both exchanges all ranks know, with no
+    further collective, which parameters to leave as they are, or that none may change; see Note [Relays] in
+    `hp_optim.relays`. A rank that has another plan sends the heads of the old one with nothing behind them.
 """
 
 from __future__ import annotations
@@ -21,18 +23,26 @@ from hp_platform import collectives, get_platform
 
 __all__ = ["Arrived", "Exchanger", "Flags"]
 
+_DIGEST = 4
+_TOLD = 1 + 16 * _DIGEST
+"""Bytes of a head that are not of one parameter."""
+
 
 @dataclass(frozen=True)
 class Flags:
-    """Of each parameter, whether any rank has a gradient, and whether any has one that is not finite.
+    """What ranks know; see Note [Heads of messages].
 
     Attributes:
-        present: booleans.
-        broken: booleans.
+        present: of each parameter, whether any rank has a gradient.
+        broken: of each parameter, whether any rank has a gradient that is not finite.
+        alarm: a rank can't go on with this plan; of all ranks: or they have different digests.
+        digest: of this rank's hyperparameters, 4 bytes.
     """
 
     present: np.ndarray
     broken: np.ndarray
+    alarm: bool = False
+    digest: bytes = bytes(_DIGEST)
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class Exchanger:
         self.shapes = shapes
         self.dtype, self.device = dtype, device
         self.group = get_platform().groups.new_group(plan.world) if len(plan.world) > 1 else None
-        self.head = -(-2 * len(shapes) // dtype.itemsize)
+        self.head = -(-(2 * len(shapes) + _TOLD) // dtype.itemsize)
         there, relays = self.exchange, Relays.of(plan.world.index(rank), len(plan.world))
 
         def message(regions: Sequence[tuple[int, Region]], sizes: Sequence[int], speaks: Sequence[bool]) -> _Message:
@@ -138,11 +148,21 @@ class Exchanger:
             torch._foreach_copy_(targets, sources)
         return tensors, flags
 
+    def alarm(self, flags: Flags) -> Flags:
+        """Take part in both exchanges without tensors, and return all ranks' flags; collectives.
+
+        Args:
+            flags: of this rank.
+        """
+        _, told = self._exchanged(self.sent, self.received, (), self._packed(flags))
+        _, told = self._exchanged(self.results_sent, self.results_received, (), told)
+        return self._unpacked(told)
+
     def _exchanged(
         self, out: _Message, into: _Message, pieces: Sequence[torch.Tensor], flags: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send pieces behind heads; return what arrives, and the flags with those of its heads."""
-        stream = torch.empty(out.elements, dtype=self.dtype, device=self.device)
+        stream = (torch.empty if pieces else torch.zeros)(out.elements, dtype=self.dtype, device=self.device)
         if pieces:
             torch._foreach_copy_(out.pieces(stream), [piece.reshape(-1) for piece in pieces])
         stream[out.heads] = flags.view(self.dtype).repeat(out.speakers)
@@ -173,13 +193,16 @@ class Exchanger:
 
     def _packed(self, flags: Flags) -> torch.Tensor:
         """See Note [Heads of messages]."""
+        count = 2 * len(self.shapes)
+        bits = np.unpackbits(np.frombuffer(flags.digest, dtype=np.uint8))
         raw = np.zeros(self.head * self.dtype.itemsize, dtype=np.uint8)
-        raw[: 2 * len(self.shapes)] = np.concatenate([flags.present, flags.broken])
+        raw[: count + _TOLD] = np.concatenate([flags.present, flags.broken, [flags.alarm], bits, 1 - bits])
         return torch.from_numpy(raw).to(self.device)
 
     def _unpacked(self, flags: torch.Tensor) -> Flags:
         raw, count = flags.cpu().numpy().astype(bool), len(self.shapes)
-        return Flags(raw[:count], raw[count : 2 * count])
+        ones, zeros = raw[2 * count + 1 :][: 16 * _DIGEST].reshape(2, -1)
+        return Flags(raw[:count], raw[count : 2 * count], bool(raw[2 * count] or (ones & zeros).any()))
 
 
 class _Message:

@@ -2,46 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hp_dtensor.torch.extend import DTensor
+from hp_optim.agreement import agree_on
+from hp_optim.options import parameter_names
+from hp_optim.torch.agreement import told
 from hp_optim.torch.layouts import local_device
 from hp_optim.world import world_of
 from hp_platform import collectives, get_platform
 
 __all__ = ["broken_gradients"]
 
+_LARGEST = 2**24 - 1
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
-def broken_gradients(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> list[str]:
+def broken_gradients(caller: str, groups: Sequence[Mapping[str, Any]], problems: list[Exception]) -> list[str]:
     """List the parameters whose gradients are not finite on some rank; a collective, if there are other ranks.
 
+    Ranks tell each other four numbers, whatever parameters they have: whether there is a problem, a digest of
+    parameters and hyperparameters and its opposite, which differ from each other's where ranks differ, and whether a
+    gradient is not finite. Where one is, another collective tells which.
+
     Args:
-        names: of the parameters.
-        parameters: plain or DTensors, which count as their local tensors here; the same on all ranks.
+        caller: the optimizer, for errors.
+        groups: with parameters, plain or DTensors, which count as their local tensors here.
+        problems: why this rank can't step; one at most, which is taken out and raised.
+
+    Raises:
+        ValueError: ranks have different parameters or hyperparameters, on all of them.
+        Exception: a rank has a problem, on all of them.
     """
-    numbers, gradients = [], []
-    for number, gradient in enumerate(map(_get_grad, parameters)):
-        if gradient is not None and not gradient.is_sparse and gradient.numel():
-            numbers.append(number)
-            gradients.append(gradient)
+    named = [
+        pair for number, group in enumerate(groups) for pair in zip(parameter_names(group, number), group["params"])
+    ]
+    parameters = [parameter for _, parameter in named]
     meshes = {parameter._spec.mesh for parameter in parameters if isinstance(parameter, DTensor)}
     world = world_of(meshes)
+    numbers, gradients = [], []
+    for number, gradient in enumerate(map(_get_grad, parameters)):
+        if gradient is not None and gradient.layout is torch.strided and gradient.numel():
+            numbers.append(number)
+            gradients.append(gradient)
     flags = torch.zeros(len(parameters))
-    if gradients and not _all_finite(gradients):
+    if gradients and not problems and not _all_finite(gradients):
         largest = [norm.cpu() for norm in torch._foreach_norm(gradients, float("inf"))]
         flags[numbers] = (~torch.isfinite(torch.stack(largest))).float()
-    if len(world) > 1:
-        device = local_device(parameters[0])
-        if device.type == "cpu" and any(mesh.device_type != "cpu" for mesh in meshes):
-            device = torch.device(get_platform().devices.current_device())
-        flags = flags.to(device)
-        collectives.all_reduce(flags, "max", group=get_platform().groups.new_group(world))
-    return [name for name, flag in zip(names, flags.tolist()) if flag]
+    if len(world) == 1 or not world:
+        if problems:
+            raise problems.pop()
+        return [name for (name, _), flag in zip(named, flags.tolist()) if flag]
+    hyperparameters = [told(number, group) for number, group in enumerate(groups)] if not problems else []
+    text = f"{hyperparameters} {len(parameters)}".encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=3).digest(), "big")  # exact in float32
+    device = local_device(parameters[0])
+    if device.type == "cpu" and any(mesh.device_type != "cpu" for mesh in meshes):
+        device = torch.device(get_platform().devices.current_device())
+    group = get_platform().groups.new_group(world)
+    own = [float(bool(problems)), digest, _LARGEST - digest, float(flags.any())]
+    all_told = torch.tensor(own, dtype=torch.float32, device=device)
+    collectives.all_reduce(all_told, "max", group=group)
+    problem, high, low, broken = all_told.tolist()
+
+    def describe() -> list[str]:
+        if problems:
+            raise problems.pop()  # nothing of this frame holds it
+        shapes = [tuple(getattr(parameter, "_spec", parameter).shape) for parameter in parameters]
+        return [*hyperparameters, *(f"{name!r} of shape {shape}" for (name, _), shape in zip(named, shapes))]
+
+    if problem or high + low != _LARGEST:
+        agree_on(caller, describe, world)
+    if not broken:
+        return []
+    flags = flags.to(device)
+    collectives.all_reduce(flags, "max", group=group)
+    return [name for (name, _), flag in zip(named, flags.tolist()) if flag]
 
 
 def _all_finite(gradients: Sequence[torch.Tensor]) -> bool:

@@ -11,11 +11,10 @@ from hp_dtensor.torch.extend import DTensor, refuse_foreign
 from hp_optim.newton_schulz import Orthogonalization
 from hp_optim.ownership import OwnerPlan, Placed, assign
 from hp_optim.rules import Matrix
-from hp_optim.torch.agreement import check_planned
-from hp_optim.world import own_rank, placed_as, world_of
+from hp_optim.world import placed_as
 from hp_platform import get_platform
 
-__all__ = ["is_distributed", "layout_of", "local_device", "placed_on", "plan_for"]
+__all__ = ["device_for", "is_distributed", "layout_of", "local_device", "meshes_of", "placed_on", "plan_for"]
 
 
 def placed_on(parameter: torch.Tensor, name: str, matrices: tuple[Matrix, ...], settings: Orthogonalization) -> Placed:
@@ -29,32 +28,41 @@ def placed_on(parameter: torch.Tensor, name: str, matrices: tuple[Matrix, ...], 
     return placed_as(name, parameter.shape, layout_of(parameter), matrices, settings)
 
 
-def plan_for(placed: Sequence[Placed], parameters: Sequence[torch.Tensor]) -> tuple[OwnerPlan, torch.device]:
-    """Return the owners, and the device on which matrices are exchanged and computed; all ranks call it together.
+def device_for(parameter: torch.Tensor, meshes: set[Any]) -> torch.device:
+    """Return the device on which matrices are exchanged and computed.
+
+    Args:
+        parameter: one of those on one device.
+        meshes: of all parameters.
+    """
+    device = local_device(parameter)
+    if device.type == "cpu" and any(mesh.device_type != "cpu" for mesh in meshes):
+        device = torch.device(get_platform().devices.current_device())  # offloaded: computed where ranks communicate
+    return device
+
+
+def plan_for(placed: Sequence[Placed], world: Sequence[int]) -> OwnerPlan:
+    """Return the owners.
 
     Args:
         placed: see `placed_on`.
-        parameters: those that are placed so.
+        world: the ranks that exchange.
 
     Raises:
-        ValueError: the parameters' meshes are parts of different meshes; or a rank can't tell which part of a parameter
-            another has, on all ranks.
+        ValueError: a rank can't tell which part of a parameter another has.
     """
-    meshes = {parameter._spec.mesh for parameter in parameters if isinstance(parameter, DTensor)}
-    device = local_device(parameters[0])
-    if device.type == "cpu" and any(mesh.device_type != "cpu" for mesh in meshes):
-        device = torch.device(get_platform().devices.current_device())  # offloaded: computed where ranks communicate
-    world, plan, failure = world_of(meshes) or [own_rank()], None, None
     try:
-        plan = assign(placed, world)
+        return assign(placed, world)
     except ValueError as error:
-        failure = ValueError(
+        raise ValueError(
             f"Muon: a layout is not the same on all ranks: {error}. Where fully_shard cuts tensor parallel parts of"
             " different sizes, make the features divide by the ranks, or shard by shard_placement_fn"
-        )
-    check_planned(failure, world, device)
-    assert plan is not None
-    return plan, device
+        ) from error
+
+
+def meshes_of(parameters: Sequence[torch.Tensor]) -> set[Any]:
+    """Return the meshes of those that are DTensors."""
+    return {parameter._spec.mesh for parameter in parameters if isinstance(parameter, DTensor)}
 
 
 def is_distributed(parameter: torch.Tensor) -> bool:

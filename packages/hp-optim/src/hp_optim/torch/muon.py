@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
+from hp_dtensor.torch.extend import refuse_foreign
+from hp_optim.agreement import agree_on
 from hp_optim.head_wise import all_rules
 from hp_optim.newton_schulz import Orthogonalization
-from hp_optim.options import broken_gradient, check_group, muon_defaults, parameter_names, sparse_gradient
-from hp_optim.ownership import Placed
+from hp_optim.options import check_group, check_once, check_options, muon_defaults, parameter_names, sparse_gradient
+from hp_optim.roster import Roster
 from hp_optim.rules import MatrixRule, rule_of, split
-from hp_optim.torch.agreement import check_alike
-from hp_optim.torch.exchange import Exchanger, Flags
-from hp_optim.torch.layouts import is_distributed, layout_of, local_device, placed_on, plan_for
+from hp_optim.torch.agreement import told
+from hp_optim.torch.bucket import Bucket, Member
+from hp_optim.torch.copies import compact
+from hp_optim.torch.layouts import device_for, is_distributed, layout_of, local_device, meshes_of, placed_on
 from hp_optim.torch.momenta import Momenta
-from hp_optim.torch.newton_schulz import compute_dtype, orthogonalize
+from hp_optim.torch.plans import Look, Plan
+from hp_optim.torch.states import begin_anew, check_state
+from hp_optim.torch.transfers import release
+from hp_optim.world import world_of
 from hp_platform.extend import own_rank
 
 __all__ = ["Muon"]
@@ -27,7 +33,9 @@ __all__ = ["Muon"]
 _plain = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_is_sparse = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
+_shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_BUFFER = "momentum_buffer"
+_KEPT = ("_rules", "_places", "_matrices")
 
 
 class Muon(Optimizer):
@@ -72,7 +80,7 @@ class Muon(Optimizer):
     Raises:
         ValueError: a number out of its range, an unknown variant or dtype, a parameter that is no matrix or that a rule
             does not fit, an empty group, a parameter in two groups; at the first step, other parameters on other ranks.
-        TypeError: a parameter that is a DTensor of torch's own.
+        TypeError: a parameter that is a DTensor of torch's own, or no floating-point tensor.
     """
 
     def __init__(
@@ -95,9 +103,9 @@ class Muon(Optimizer):
         rules: Sequence[MatrixRule] = (),
     ) -> None:
         self._rules = all_rules(rules, head_wise, head_dim, head_wise_patterns)
-        self._buckets: list[_Bucket] | None = None
         self._places: Any = Momenta()
         self._matrices: dict[torch.Tensor, Any] = {}
+        self._forget()
         defaults = muon_defaults(
             lr,
             weight_decay,
@@ -112,24 +120,49 @@ class Muon(Optimizer):
         )
         super().__init__(params, defaults)
 
+    def _forget(self) -> None:
+        """Begin without members and a plan."""
+        self._roster, self._plan = Roster(), None
+        self._edition = 0
+        self._members: list[Member] = []
+        self._parameters: list[torch.Tensor] = []
+        self._without_memory: list[torch.Tensor] = []
+        self._shapes: list[torch.Size] = []
+        self._buffers: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has; it makes its plan when it needs it."""
+        kept = {key: self.__dict__[key] for key in _KEPT}
+        return {**super().__getstate__(), **kept, "state": compact(self.state)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_places" in state:  # else it is called by load_state_dict
+            self._forget()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as of ``torch.optim.Optimizer``; they get their states.
 
         Raises:
             ValueError, TypeError: see `Muon`; the optimizer is as it was.
         """
+        current = self._roster.holds(self.param_groups, self.state)
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
+        group = self.param_groups[number]
         try:
-            self._take(self.param_groups[number], number)
+            check_group("Muon", group, number, known=self.defaults)
+            self._take(group, number)
         except Exception:
             del self.param_groups[number]
             raise
-        self._buckets = None
+        self._make_states(group)
+        if current:  # else a step finds it with what else was changed
+            self._enlist()
 
     def _take(self, group: dict[str, Any], number: int) -> None:
-        """Check a group and make its states."""
-        check_group("Muon", group, number)
+        """Check a group and find its matrices."""
+        check_options("Muon", group, number, self.defaults)
         settings = Orthogonalization.of_group(group)
         names = parameter_names(group, number)
         if self._rules and "param_names" not in group:
@@ -139,23 +172,85 @@ class Muon(Optimizer):
             )
         matrices = {}
         for name, parameter in zip(names, group["params"]):
+            refuse_foreign(parameter, f"Muon: parameter {name!r}")
+            if not parameter.is_floating_point():
+                raise TypeError(
+                    f"Muon: parameter {name!r} is of {parameter.dtype}, and only floating-point ones are updated. Leave"
+                    " it out, or give it to an optimizer of torch"
+                )
             matrices[parameter] = split(parameter.shape, rule_of(name, self._rules), name)
             placed_on(parameter, name, matrices[parameter], settings)
         self._matrices.update(matrices)
-        self._make_states(group)
 
     def _make_states(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
-            if "momentum_buffer" not in self.state[parameter] and not parameter.is_meta:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+            if _BUFFER not in self.state[parameter] and not parameter.is_meta:
+                self.state[parameter][_BUFFER] = torch.zeros_like(parameter, requires_grad=False)
         self._places.place(group["params"], self.state)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as of ``torch.optim.Optimizer``; parameters that it does not know begin anew."""
-        super().load_state_dict(state_dict)
-        self._buckets = None
+    def _enlist(self) -> None:
+        """Take note of what there is; see Note [Roster] in `hp_optim.roster`."""
+        self._members = [
+            Member(number, name, parameter, self.state[parameter], self._matrices[parameter])
+            for number, group in enumerate(self.param_groups)
+            for name, parameter in zip(parameter_names(group, number), group["params"])
+        ]
+        self._parameters = [member.parameter for member in self._members]
+        self._without_memory = [each for each in self._parameters if each.is_meta]
+        self._roster = Roster(self.param_groups, self.state)
+        self._edition += 1
+        with _plain():
+            self._shapes = list(map(_shape, self._parameters))
+        self._buffers = [member.state.get(_BUFFER) for member in self._members]
+
+    def _renew(self) -> None:
+        """Take over what was replaced from outside."""
+        check_once("Muon", self.param_groups)
+        for number, group in enumerate(self.param_groups):
+            self._take(group, number)
+        named = [
+            pair
+            for number, group in enumerate(self.param_groups)
+            for pair in zip(parameter_names(group, number), group["params"])
+        ]
+        with _plain():
+            for name, parameter in named:
+                begin_anew("Muon", name, parameter, self.state[parameter], [_BUFFER])
+                check_state("Muon", name, parameter, _BUFFER, self.state[parameter].get(_BUFFER))
+        self._matrices = {parameter: self._matrices[parameter] for _, parameter in named}
+        self._places.keep(self._matrices)
         for group in self.param_groups:
             self._make_states(group)
+        self._enlist()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as of ``torch.optim.Optimizer``."""
+        self._places.settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as of ``torch.optim.Optimizer``; parameters that it does not know begin anew.
+
+        Raises:
+            ValueError, TypeError: a state that is not laid out as its parameter, a number out of its range; the
+                optimizer is as it was.
+        """
+        before = {"state": self.state, "param_groups": self.param_groups}
+        hold = self.register_load_state_dict_pre_hook(lambda _, loaded: self._places.held(loaded))  # after all others
+        try:
+            super().load_state_dict(state_dict)
+            for number, group in enumerate(self.param_groups):
+                check_options("Muon", group, number, self.defaults)
+                for name, parameter in zip(parameter_names(group, number), group["params"]):
+                    release(self.state[parameter])
+                    with _plain():
+                        check_state("Muon", name, parameter, _BUFFER, self.state[parameter].get(_BUFFER))
+            self._renew()
+        except Exception:
+            self.__dict__.update(before)
+            raise
+        finally:
+            hold.remove()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -163,154 +258,128 @@ class Muon(Optimizer):
 
         Args:
             closure: computes the loss again and its gradients.
+
+        Raises:
+            ValueError: ranks have different parameters or hyperparameters, on all of them.
+            RuntimeError: a sparse gradient, or states of another shape, on all of them; nothing is changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._buckets is None:
-            self._buckets = self._bucketed()
-        for bucket in self._buckets:
-            with _plain():
-                bucket.step()
+        self._update()
         return loss
 
-    def _bucketed(self) -> list[_Bucket]:
-        """Sort the parameters by what is exchanged together: one dtype, on one device."""
-        sorted_: dict[tuple[torch.dtype, torch.device], list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
+    def _update(self) -> None:
+        """Step as planned; where some rank can't, or has another plan by now, all of them plan anew or raise."""
+        problems: list[Exception] = []
+        look = self._tried(problems)
+        plan = self._plan
+        if plan is None or (not plan.shared and (problems or plan.look != look)):
+            plan = self._agreed(look, problems)
+        alarm = bool(problems) or plan.look != look
+        for _ in range(2):
+            if self._stepped(plan, alarm, problems):
+                return
+            plan, alarm = self._agreed(look, problems), False
+        raise AssertionError("Muon: all ranks agreed, and then one did not")
+
+    def _tried(self, problems: list[Exception]) -> Look | None:
+        """Look at what there is; note why this rank can't step."""
+        try:
+            return self._look()
+        except Exception as problem:  # whatever it is, the others have to hear of it
+            problems.append(problem)
+            return None
+
+    def _look(self) -> Look:
+        """Take over what was replaced, and check what there is; nothing is communicated."""
+        renewed = self._plan is None or not self._roster.holds(self.param_groups, self.state)
+        if not renewed:
+            buffers = [member.state.get(_BUFFER) for member in self._members]
+            with _plain():
+                renewed = list(map(_shape, self._parameters)) != self._shapes
+            renewed = renewed or not all(map(is_, buffers, self._buffers)) or self._got_memory()
+        if renewed:
+            self._renew()
         for number, group in enumerate(self.param_groups):
-            self._make_states(group)
-            for name, parameter in zip(parameter_names(group, number), group["params"]):
-                sorted_.setdefault((parameter.dtype, local_device(parameter)), []).append((group, name, parameter))
-        return [_Bucket(members, self.state, self._matrices, self._places) for members in sorted_.values()]
+            check_options("Muon", group, number, self.defaults)
+        settings = list(map(Orthogonalization.of_group, self.param_groups))
+        with _plain():
+            for member, gradient in zip(self._members, map(_get_grad, self._parameters)):
+                if gradient is None:
+                    continue
+                if gradient.layout is not torch.strided:
+                    raise sparse_gradient("Muon", member.name)
+                if renewed and gradient.shape != member.parameter.shape:
+                    raise RuntimeError(
+                        f"Muon: the gradient of {member.name!r} has shape {tuple(gradient.shape)}, the parameter"
+                        f" {tuple(member.parameter.shape)}. Compute gradients anew where memory is replaced"
+                    )
+            trains, layouts = list(map(_requires_grad, self._parameters)), list(map(layout_of, self._parameters))
+        return Look(self._edition, trains, settings, layouts)
 
+    def _got_memory(self) -> bool:
+        """Tell whether a parameter that was on the meta device is no more."""
+        return any(not each.is_meta for each in self._without_memory)
 
-class _Bucket:
-    """Parameters of one dtype that are exchanged together.
+    def _agreed(self, look: Look | None, problems: list[Exception]) -> Plan:
+        """Return a plan that all ranks have made alike; they call it together, and raise together."""
+        old, self._plan = self._plan, None
+        made: list[Plan] = []
 
-    Args:
-        members: their groups, names and the parameters.
-        state: the optimizer's.
-        matrices: of each parameter.
-        places: reads and writes the momenta.
-    """
+        def describe() -> list[str]:
+            if problems:
+                raise problems.pop()  # nothing of this frame holds it
+            assert look is not None
+            made.append(self._planned(look))
+            return made[0].lines
 
-    def __init__(
-        self,
-        members: Sequence[tuple[dict[str, Any], str, torch.Tensor]],
-        state: Any,
-        matrices: dict[torch.Tensor, Any],
-        places: Any,
-    ) -> None:
-        self.members = list(members)
-        self.state = state
-        self.matrices = matrices
-        self.places = places
-        self.planned: Any = None
-        self.distinct = list({id(group): group for group, _, _ in members}.values())
-        self.distributed = any(is_distributed(parameter) for _, _, parameter in members)
+        agree_on("Muon", describe, old.world if old is not None and old.shared else self._world())
+        plan = made[0]
+        if old is not None and old.shared and plan.world != old.world:
+            agree_on("Muon", lambda: plan.lines, plan.world)
+        for bucket in plan.buckets:
+            if bucket.shared:
+                with _plain():
+                    bucket.build()
+        self._plan = plan
+        return plan
 
-    def step(self) -> None:
-        """Update them. DTensors count as their local tensors here."""
-        settings = {id(group): Orthogonalization.of_group(group) for group in self.distinct}
-        members = [parameter for _, _, parameter in self.members]
-        trains = list(map(_requires_grad, members))
-        if not self.distributed:  # else ranks can't know which gradients the others have
-            trains = [each and gradient is not None for each, gradient in zip(trains, map(_get_grad, members))]
-        layouts = list(map(layout_of, members))  # they change where experts move to other ranks
-        if self.planned != (trains, settings, layouts):
-            self.planned = None
-            self._plan([member for member, each in zip(self.members, trains) if each], settings)
-            self.planned = (trains, settings, layouts)
-        if not self.parameters:
-            return
-        gradients: list[Any] = list(map(_get_grad, self.parameters))
-        flags = self._flags(gradients)
-        momenta, updates = self._momenta(gradients)
-        arrived = self.exchanger.to_owners(updates, flags)
-        del updates
-        results = [self._orthogonalized(batch, plan) for batch, plan in zip(arrived.batches, self.batches)]
-        steps, flags = self.exchanger.to_holders(results, arrived, flags)
-        if flags.broken.any():
-            names = [name for name, broken in zip(self.names, flags.broken) if broken]
-            warnings.warn(broken_gradient("Muon", names), RuntimeWarning, stacklevel=4)
-            return
-        self._apply(momenta, steps, flags.present)
+    def _world(self) -> list[int]:
+        """List the ranks that have parts of the parameters."""
+        meshes = meshes_of([each for group in self.param_groups for each in group["params"]])
+        return world_of(meshes) or [own_rank()]
 
-    def _plan(self, active: list[tuple[dict[str, Any], str, torch.Tensor]], settings: dict[int, Any]) -> None:
-        """Choose the owners of the parameters that are trained."""
-        self.groups = [group for group, _, _ in active]
-        self.names = [name for _, name, _ in active]
-        self.parameters = [parameter for _, _, parameter in active]
-        if not active:
-            return
-        placed: list[Placed] = [
-            placed_on(parameter, name, self.matrices[parameter], settings[id(group)])
-            for group, name, parameter in active
-        ]
-        plan, device = plan_for(placed, self.parameters)
-        check_alike(plan, device)
-        shapes = [tuple(parameter.shape) for parameter in self.parameters]
-        self.exchanger = Exchanger(plan, own_rank(), shapes, self.parameters[0].dtype, device)
-        self.batches = self.exchanger.exchange.batches
-        self.here = [at for at, parameter in enumerate(self.parameters) if parameter.numel()]
+    def _planned(self, look: Look) -> Plan:
+        """Sort the parameters by what is exchanged together, one dtype on one device, and choose owners."""
+        sorted_: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for at, parameter in enumerate(self._parameters):
+            sorted_.setdefault((parameter.dtype, local_device(parameter)), []).append(at)
+        meshes, world = meshes_of(self._parameters), self._world()
+        made: list[tuple[Bucket, list[int]]] = []
+        for places in sorted_.values():
+            ranks = world if any(is_distributed(self._parameters[at]) for at in places) else [own_rank()]
+            device = device_for(self._parameters[places[0]], meshes)
+            made.append((Bucket([self._members[at] for at in places], ranks, device, self._places), places))
+        made.sort(key=lambda each: not each[0].shared)  # all ranks hear of a problem before anything is changed
+        lines: list[str] = []
+        numbers: dict[int, None] = {}
+        with _plain():
+            for bucket, places in made:
+                if bucket.shared:
+                    numbers |= dict.fromkeys(member.number for member in bucket.members)
+                    lines += bucket.choose([look.trains[at] for at in places], look.settings)
+        lines = [f"ranks {world}", *(told(number, self.param_groups[number]) for number in numbers), *lines]
+        return Plan(look, world, [bucket for bucket, _ in made], [places for _, places in made], list(numbers), lines)
 
-    def _flags(self, gradients: Sequence[Any]) -> Flags:
-        present = np.array([gradient is not None for gradient in gradients])
-        for name, gradient in zip(self.names, gradients):
-            if gradient is not None and _is_sparse(gradient):
-                raise sparse_gradient("Muon", name)
-        broken = np.zeros(len(gradients), dtype=bool)
-        numbers = [at for at in self.here if present[at]]
-        if numbers:
-            own = [gradients[at] for at in numbers]
-            # The kernel of the Euclidean norm is the fast one. Where that overflows, the largest value decides.
-            if not torch.stack(torch._foreach_norm(own)).isfinite().all():
-                largest = torch.stack(torch._foreach_norm(own, float("inf")))
-                broken[numbers] = ~torch.isfinite(largest).cpu().numpy()
-        return Flags(present, broken)
-
-    def _momenta(self, gradients: Sequence[Any]) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Return new momenta, to be kept once all ranks have agreed, and what is orthogonalized."""
-        if not self.here:
-            return {}, {}
-        factors = {at: float(self.groups[at]["momentum"]) for at in self.here}
-        parameters = [self.parameters[at] for at in self.here]
-        momenta = dict(zip(self.here, self.places.scaled(parameters, self.state, list(factors.values()))))
-        _add(momenta, gradients, self.here)
-        updates = dict(momenta)
-        ahead = [at for at in self.here if self.groups[at]["nesterov"]]
-        if ahead:
-            updates.update(zip(ahead, torch._foreach_mul([momenta[at] for at in ahead], [factors[at] for at in ahead])))
-            _add(updates, gradients, ahead)
-        return momenta, {at: update.contiguous() for at, update in updates.items()}
-
-    def _orthogonalized(self, batch: torch.Tensor, plan: Any) -> torch.Tensor:
-        settings: Orthogonalization = plan.settings
-        dtype = compute_dtype(batch.dtype, batch.device, settings.dtype)
-        orthogonalize(batch, settings.coefficients, settings.epsilon, dtype=dtype, out=batch)
-        return batch.mul_(settings.scale(plan.rows, plan.columns))
-
-    def _apply(self, momenta: dict[int, torch.Tensor], updates: dict[int, torch.Tensor], present: np.ndarray) -> None:
-        for group in self.distinct:
-            chosen = [at for at in self.here if self.groups[at] is group and present[at]]
-            if not chosen:
-                continue
-            parameters = [self.parameters[at] for at in chosen]
-            self.places.store(parameters, self.state, [momenta[at] for at in chosen])
-            steps = [updates[at].to(parameters[0].device) for at in chosen]
-            lr: Any = group["lr"]
-            if isinstance(lr, torch.Tensor):
-                lr = lr.to(steps[0].device)
-            decay = 1 - lr * group["weight_decay"]
-            if isinstance(decay, torch.Tensor) or decay != 1:
-                torch._foreach_mul_(parameters, decay)
-            torch._foreach_mul_(steps, lr)
-            torch._foreach_sub_(parameters, steps)
-
-
-def _add(targets: dict[int, torch.Tensor], gradients: Sequence[Any], numbers: Sequence[int]) -> None:
-    """Add gradients where this rank has some."""
-    own = [at for at in numbers if gradients[at] is not None]
-    if own:
-        torch._foreach_add_([targets[at] for at in own], [gradients[at] for at in own])
+    def _stepped(self, plan: Plan, alarm: bool, problems: list[Exception]) -> bool:
+        """Update the parameters, and tell whether no rank had a problem; if one had, nothing is changed."""
+        said = [told(number, self.param_groups[number]) for number in plan.groups if not alarm]
+        digest = hashlib.blake2b("".join(said).encode(), digest_size=4).digest()
+        for bucket, places in zip(plan.buckets, plan.places):
+            trains = [plan.look.trains[at] for at in places]
+            with _plain():
+                if not bucket.step(self.param_groups, plan.look.settings, trains, digest, alarm, problems):
+                    return False
+        return True

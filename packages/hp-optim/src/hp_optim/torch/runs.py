@@ -112,7 +112,7 @@ class Runs:
             )
         largest = self.states[2] if group["amsgrad"] else []
         tensors: Any = [self.parameters, parts, *self.states[:2], largest]
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = map(float, group["betas"])
         lr = group["lr"]
         options: dict[str, Any] = {key: group[key] for key in ("amsgrad", "weight_decay", "eps", "maximize")}
         if fused:
@@ -123,7 +123,7 @@ class Runs:
             )
         else:
             steps = [step - 1 for step in self.steps]  # the kernel counts it again
-            foreach = group["foreach"] is not False
+            foreach = group["foreach"] is not False and not isinstance(lr, torch.Tensor)  # torch's has no such lr
             _listed_kernel(*tensors, steps, foreach=foreach, lr=lr, beta1=beta1, beta2=beta2, **options)
         if self.left:
             torch._foreach_copy_(_flatten(self.tails), [*self.rows[0], *_flatten(self.rows[2:])])

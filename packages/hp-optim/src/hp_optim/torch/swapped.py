@@ -22,7 +22,7 @@ from hp_optim.torch.blocks import Block, Members
 from hp_optim.torch.layouts import local_device
 from hp_optim.torch.muon import Muon
 from hp_optim.torch.swapped_momenta import SwappedMomenta
-from hp_optim.torch.transfers import Event, Held, Pairs, Transfers, aligned, part, release
+from hp_optim.torch.transfers import Event, Pairs, Transfers, aligned, held, part, release
 from hp_platform import get_platform
 
 __all__ = ["swap"]
@@ -53,11 +53,9 @@ def swap(optimizers: Sequence[Any], config: SwapOptimizerConfig, link: CopyLink)
                 optimizer._places = SwappedBlocks(config, transfers)
                 optimizer._lay_out([], range(len(optimizer.param_groups)))
             elif config.state_keys is None or "momentum_buffer" in config.state_keys:
-                optimizer._places, optimizer._buckets = SwappedMomenta(config, transfers), None
+                optimizer._places, optimizer._plan = SwappedMomenta(config, transfers), None
                 for group in optimizer.param_groups:
                     optimizer._places.place(group["params"], optimizer.state)
-        optimizer.register_state_dict_pre_hook(lambda _, own=transfers: own.synchronize())
-        optimizer.register_load_state_dict_pre_hook(_hold)
 
 
 def _check_devices(group: dict[str, Any], number: int) -> None:
@@ -68,15 +66,6 @@ def _check_devices(group: dict[str, Any], number: int) -> None:
                 f"swap_optimizer: parameter {name!r} is on the host, and its states are there, too. Leave it out, or"
                 " train without CPUOffloadPolicy"
             )
-
-
-def _hold(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    keys = {key for names in _KINDS.values() for key in names}
-    states = {
-        number: {k: Held(v) if k in keys and isinstance(v, torch.Tensor) else v for k, v in state.items()}
-        for number, state in state_dict["state"].items()
-    }
-    return {**state_dict, "state": states}
 
 
 class _Slot:
@@ -102,7 +91,14 @@ class SwappedBlocks:
 
     def __init__(self, config: SwapOptimizerConfig, transfers: Transfers) -> None:
         self.config, self.transfers = config, transfers
-        self.members: list[Members] = []
+
+    def held(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """See `hp_optim.torch.blocks.Resident`."""
+        return held(state_dict, _KINDS[AdamW])
+
+    def settle(self) -> None:
+        """Wait for the copies."""
+        self.transfers.synchronize()
 
     def moves(self, key: str) -> bool:
         """Tell whether a state is moved."""
@@ -110,18 +106,20 @@ class SwappedBlocks:
 
     def added(self, blocks: list[Block], members: list[Members], state: Any) -> list[Block]:
         """Return blocks of all parameters, those of more among them, cut anew; see `hp_optim.torch.blocks.Resident`."""
+        if blocks and not members:
+            return blocks
         self.transfers.synchronize()
-        self.members = [*self.members, *members] if blocks else members
+        every = [*((block.group, block.parameters, block.names) for block in blocks), *members]
         small: list[Members] = []
         large: list[tuple[Members, int]] = []
-        for group, parameters, names in self.members:
+        for group, parameters, names in every:
             numbers = range(len(parameters))
             own = (group, parameters, names)
             large += [(own, at) for at in numbers if parameters[at].numel() >= self.config.min_numel]
             kept = [at for at in numbers if parameters[at].numel() < self.config.min_numel]
             if kept:
                 small.append((group, [parameters[at] for at in kept], [names[at] for at in kept]))
-        for _, parameters, _ in self.members:
+        for _, parameters, _ in every:
             for parameter in parameters:
                 release(state[parameter])
         return [*(Block(*each, state) for each in small), *self._slices(large, state)]
@@ -177,59 +175,50 @@ class Slice(Block):
         self.slot_starts: dict[str, int] = {}
         self.used = 0
         super().__init__(*members, state)
-        host = self.transfers.host(self.used)
-        self.host_views = {key: self._on_host(host, key) for key in self.slot_starts}
-        packed: Pairs = [(slot.memory[: self.used], host)]
-        each = [pair for key in self.slot_starts for pair in zip(self.views[key], self.host_views[key])]
+        packed: Pairs = [(slot.memory[: self.used], self.host)]
+        numbers = range(len(self.parameters))
+        each = [(self._view(self.flat[key], n), self.views[key][n]) for key in self.slot_starts for n in numbers]
         self.pairs: Pairs = packed if places.config.packed_swap else each
-        host.copy_(slot.memory[: self.used])
-        self._show(self.host_views)
 
     def _memory(self, key: str) -> torch.Tensor:
         if not self.moves(key):
             return super()._memory(key)
         self.slot_starts[key] = self.used
         self.used += aligned(self.offsets[-1] * self.itemsize)
-        flat = part(self.slot.memory, self.slot_starts[key], self.offsets[-1], self.parameters[0].dtype)
-        return flat.zero_()
+        return self._part(self.slot.memory, key)
 
-    def _on_host(self, host: torch.Tensor, key: str) -> list[torch.Tensor]:
-        flat = part(host, self.slot_starts[key], self.offsets[-1], self.parameters[0].dtype)
-        return [self._view(flat, number) for number in range(len(self.parameters))]
+    def _part(self, memory: torch.Tensor, key: str) -> torch.Tensor:
+        return part(memory, self.slot_starts[key], self.offsets[-1], self.parameters[0].dtype)
 
-    def _show(self, views: dict[str, list[torch.Tensor]]) -> None:
-        for key in self.slot_starts:
-            for state, view in zip(self.states, views[key]):
-                state[key] = view
+    def _shown_memory(self) -> dict[str, torch.Tensor]:
+        self.host = self.transfers.host(self.used)
+        return {key: self._part(self.host, key) if key in self.slot_starts else flat for key, flat in self.flat.items()}
 
-    def load(self) -> None:
-        """Begin to copy the states to the slot, those that were set from outside, too."""
-        self._check()
-        for key, views in self.host_views.items():
-            for state, view in zip(self.states, views):
-                if state[key] is not view:
-                    self.transfers.synchronize()
-                    view.copy_(state[key])
-        self.arrived = self.transfers.load(self.number, self.pairs, self.slot.free)
-
-    def _check(self) -> None:
-        if self.group["amsgrad"] and "max_exp_avg_sq" not in self.keys:
-            raise RuntimeError("swap_optimizer: amsgrad was switched on afterwards; set it when you make the AdamW")
+    def adopt(self) -> None:
+        """Take over states that were set from outside, into the host's memory; see `Block.adopt`."""
         if not self.contiguous and [parameter.stride() for parameter in self.parameters] != self.strides:
             raise RuntimeError(
                 f"swap_optimizer: the elements of a parameter among {', '.join(self.names[:5])} lie in memory in"
                 " another order than before. Change memory formats before you make the optimizer"
             )
+        if not self._shows():
+            self.transfers.synchronize()
+            self._lay_out()
+
+    def _add_largest(self) -> None:
+        raise RuntimeError("swap_optimizer: amsgrad was switched on afterwards; set it when you make the AdamW")
+
+    def load(self) -> None:
+        """Begin to copy the states to the slot."""
+        self.arrived = self.transfers.load(self.number, self.pairs, self.slot.free)
 
     def visit(self, update: Callable[[Block], None]) -> None:
         """Update the parameters, and begin to copy the states back."""
         if self.arrived is not None:
             self.arrived.wait()
-        self._show(self.views)
         self.transfers.note("update", self.number)
         try:
             update(self)
         finally:
-            self._show(self.host_views)
             back = [(source, target) for target, source in self.pairs]
             self.slot.free = self.transfers.store(self.number, back)

@@ -8,7 +8,7 @@ Note [Momenta on the host]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from hp_optim.swapping import SwapOptimizerConfig, cut_in_slices
 from hp_optim.torch.blocks import view_like, wrapped_like
 from hp_optim.torch.momenta import Momenta
-from hp_optim.torch.transfers import Transfers, aligned, part, release
+from hp_optim.torch.transfers import Transfers, aligned, held, part, release
 
 __all__ = ["SwappedMomenta"]
 
@@ -54,6 +54,21 @@ class SwappedMomenta(Momenta):
         self.shelves: dict[torch.Tensor, _Shelf] = {}
         self.count = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SwappedMomenta, (self.config, self.transfers)  # a copy places its momenta when it needs them
+
+    def keep(self, parameters: Container[torch.Tensor]) -> None:
+        """Let shelves of other parameters go."""
+        self.shelves = {each: shelf for each, shelf in self.shelves.items() if each in parameters}
+
+    def settle(self) -> None:
+        """Wait for the copies."""
+        self.transfers.synchronize()
+
+    def held(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """See `Momenta`."""
+        return held(state_dict, ("momentum_buffer",))
+
     def place(self, parameters: Sequence[torch.Tensor], state: Any) -> None:
         """Move momenta to the host that are not there yet."""
         self.transfers.synchronize()
@@ -66,7 +81,7 @@ class SwappedMomenta(Momenta):
             own = state[parameter]
             release(own)
             shelf = self.shelves.get(parameter)
-            if shelf is not None:
+            if shelf is not None and "momentum_buffer" in own and _fits(shelf.views[parameter], parameter):
                 self._take_over(shelf, parameter, own)
             elif "momentum_buffer" in own and parameter.numel() >= max(1, self.config.min_numel):
                 moved.append(parameter)
@@ -101,14 +116,19 @@ class SwappedMomenta(Momenta):
             shelf.views[parameter].copy_(own["momentum_buffer"])
             own["momentum_buffer"] = shelf.views[parameter]
 
-    def scaled(self, parameters: Sequence[torch.Tensor], state: Any, factors: list[float]) -> list[torch.Tensor]:
+    def scaled(
+        self, parameters: Sequence[torch.Tensor], states: Sequence[Any], factors: list[float]
+    ) -> list[torch.Tensor]:
         """Bring momenta to the device, each times its factor; see `Momenta.scaled`."""
-        here = [(each, factor) for each, factor in zip(parameters, factors) if each not in self.shelves]
-        tensors = dict(zip((each for each, _ in here), self._resident(here, state)))
+        here = [at for at, each in enumerate(parameters) if each not in self.shelves]
+        tensors: dict[torch.Tensor, torch.Tensor] = {}
+        if here:
+            own = super().scaled(
+                [parameters[at] for at in here], [states[at] for at in here], [factors[at] for at in here]
+            )
+            tensors.update(zip((parameters[at] for at in here), own))
         arrived = []
         for shelf, members in self._by_shelf(parameters):
-            for parameter in members:
-                self._take_over(shelf, parameter, state[parameter])
             memory = torch.empty_like(shelf.memory, device=members[0].device)
             views = self._views(memory, shelf.starts)
             each = [(views[parameter], shelf.views[parameter]) for parameter in members]
@@ -118,21 +138,17 @@ class SwappedMomenta(Momenta):
         for event in arrived:
             if event is not None:
                 event.wait()
-        moved = [each for each in parameters if each in self.shelves]
+        moved = [at for at, each in enumerate(parameters) if each in self.shelves]
         if moved:
-            own = dict(zip(parameters, factors))
-            torch._foreach_mul_([tensors[each] for each in moved], [own[each] for each in moved])
+            torch._foreach_mul_([tensors[parameters[at]] for at in moved], [factors[at] for at in moved])
         return [tensors[each] for each in parameters]
 
-    def _resident(self, pairs: list[tuple[torch.Tensor, float]], state: Any) -> list[torch.Tensor]:
-        return super().scaled([each for each, _ in pairs], state, [f for _, f in pairs]) if pairs else []
-
-    def store(self, parameters: Sequence[torch.Tensor], state: Any, momenta: list[torch.Tensor]) -> None:
+    def store(self, parameters: Sequence[torch.Tensor], states: Sequence[Any], momenta: list[torch.Tensor]) -> None:
         """Begin to copy momenta to the host; see `Momenta.store`."""
         new = dict(zip(parameters, momenta))
-        here = [each for each in parameters if each not in self.shelves]
+        here = [at for at, each in enumerate(parameters) if each not in self.shelves]
         if here:
-            super().store(here, state, [new[each] for each in here])
+            super().store([parameters[at] for at in here], [states[at] for at in here], [momenta[at] for at in here])
         for shelf, members in self._by_shelf(parameters):
             pairs = [(shelf.views[parameter], new[parameter]) for parameter in members]
             if self.config.packed_swap and len(members) == len(shelf.views):
@@ -148,3 +164,7 @@ class SwappedMomenta(Momenta):
             if shelf is not None:
                 sorted_.setdefault(shelf.number, (shelf, []))[1].append(parameter)
         return list(sorted_.values())
+
+
+def _fits(view: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return (view.shape, view.dtype) == (parameter.shape, parameter.dtype)

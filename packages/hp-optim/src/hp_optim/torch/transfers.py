@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hp_optim.swapping import CopyLink
+from hp_optim.swapping import CopyLink, OwnLink
 from hp_platform import get_platform
 
-__all__ = ["Event", "Held", "Pairs", "Transfers", "aligned", "part", "release"]
+__all__ = ["Event", "Held", "Pairs", "Transfers", "aligned", "held", "part", "release"]
 
 Event = Any
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -29,6 +30,9 @@ class Transfers:
     def __init__(self, link: CopyLink, name: str) -> None:
         self.link, self.name = link, name
         self.last: list[Event] = [None, None]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transfers, (OwnLink(), self.name)  # a copy has streams of its own
 
     def note(self, what: str, number: int) -> None:
         """Take note of an event."""
@@ -111,6 +115,15 @@ class Held:
     """A state that is loaded, which torch would copy to the device."""
 
     value: torch.Tensor
+
+
+def held(state_dict: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return a state that is to be loaded, of which torch moves and converts nothing that has these keys."""
+    states = {
+        number: {k: Held(v) if k in keys and isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        for number, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
 
 
 def release(state: dict[str, Any]) -> None:
