@@ -140,7 +140,11 @@ class SwappedMomenta(Momenta):
                 event.wait()
         moved = [at for at, each in enumerate(parameters) if each in self.shelves]
         if moved:
-            torch._foreach_mul_([tensors[parameters[at]] for at in moved], [factors[at] for at in moved])
+            own, numbers = [tensors[parameters[at]] for at in moved], [factors[at] for at in moved]
+            if own[0].dtype.itemsize < 4:  # on CPU a product in place rounds otherwise
+                torch._foreach_copy_(own, torch._foreach_mul(own, numbers))
+            else:
+                torch._foreach_mul_(own, numbers)
         return [tensors[each] for each in parameters]
 
     def store(self, parameters: Sequence[torch.Tensor], states: Sequence[Any], momenta: list[torch.Tensor]) -> None:
