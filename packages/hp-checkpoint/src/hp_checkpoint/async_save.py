@@ -23,6 +23,7 @@ from hp_checkpoint.planners import StandardSavePlanner
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import prepare_save
 from hp_checkpoint.storage import read_small
+from hp_checkpoint.under_way import begun
 
 __all__ = ["AsyncSaveResponse", "async_save"]
 
@@ -66,7 +67,8 @@ def async_save(
 ) -> AsyncSaveResponse:
     """Copy a state of all ranks and save the copy beside the program; all ranks call it together, as `save`.
 
-    The tensors may change once it returns. Each save that is under way has a writer process and a copy of its own.
+    The tensors may change once it returns. Each save that is under way has a writer process and a copy of its own; a
+    save of the same folder waits for the one before it.
 
     Example:
         >>> response = async_save({"model": model.state_dict()}, checkpoint_id="runs/step-100")
@@ -106,7 +108,8 @@ def async_save(
         _idle.append(writer)
         raise
     future: Future[Manifest] = Future()
-    part = prepared.part  # the thread keeps no tensor alive
+    part, leads = prepared.part, ranks.rank == ranks.leader  # the thread keeps no tensor alive
+    begun(target, future.done)
     if callback is not None:
         future.add_done_callback(callback)
 
@@ -114,7 +117,7 @@ def async_save(
         try:
             writer.written()
             writer.committed()
-            manifest = _committed(part, target, folders[0])
+            manifest = _committed(part, target, folders[0], leads)
         except BaseException as error:
             writer.fail(CheckpointError(str(error)))
             _idle.append(writer)
@@ -127,13 +130,14 @@ def async_save(
     return AsyncSaveResponse(future)
 
 
-def _committed(part: Path, target: Path, folder: int) -> Manifest:
+def _committed(part: Path, target: Path, folder: int, leads: bool) -> Manifest:
     """Wait until rank 0's writer has renamed a folder, and return its manifest.
 
     Args:
         part: the folder's name during the save.
         target: its name afterwards.
         folder: its inode.
+        leads: this rank's writer is the one that has renamed it.
     """
     while True:
         under_way = part.exists()  # looked at first: the rename is later
@@ -141,7 +145,9 @@ def _committed(part: Path, target: Path, folder: int) -> Manifest:
             return Manifest.from_bytes(read_small(target / MANIFEST), str(target / MANIFEST))
         failed = failures(part)
         if failed or not under_way:
-            texts = "; ".join(failed[:4]) or "that rank has its error"
+            if leads:
+                raise CheckpointError(f"async_save of {target}: it was complete, and another process has replaced it")
+            texts = "; ".join(failed[:4]) or "that rank has its error, or another process has replaced the checkpoint"
             raise CheckpointError(f"async_save of {target} failed on another rank: {texts}")
         time.sleep(_POLL)
 

@@ -16,6 +16,7 @@ from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import Keep
 from hp_checkpoint.saving import Prepared
 from hp_checkpoint.snapshot import Arena
+from hp_checkpoint.under_way import begun
 from hp_platform import LostRankError
 
 __all__ = ["Committed", "Pending", "Writer"]
@@ -114,6 +115,8 @@ class Writer:
             "tree": prepared.tree if first else None,
             "keep": None if keep is None or not first else asdict(keep),
         }
+        if first:  # the writer that renames the folder, or removes it
+            begun(prepared.target, lambda: not prepared.part.exists() or process.poll() is not None)
         send(process.stdin, job)  # type: ignore[arg-type]
 
     def done(self) -> bool:

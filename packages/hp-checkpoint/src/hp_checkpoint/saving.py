@@ -33,6 +33,7 @@ from hp_checkpoint.storage import (
     write_at,
     write_small,
 )
+from hp_checkpoint.under_way import wait_for_saves
 
 __all__ = ["STATE", "Prepared", "finish", "prepare_save", "save_state", "write_outputs"]
 
@@ -124,6 +125,7 @@ def prepare_save(
     layout: Layout = "auto",
 ) -> Prepared:
     """Plan a save and create its folder; the arguments are those of `save_state`."""
+    wait_for_saves(target)
     plan = plan_save(state, str(target), step, ranks, metric=metric, limit=limit, layout=layout)
     agreed = agreed_layout(layout, target, ranks)
     arranged = (in_shards if agreed == "shards" else in_files)(plan, state, ranks)

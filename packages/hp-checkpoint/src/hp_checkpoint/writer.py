@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,14 @@ def _reply(*, end: bool, error: str | None = None) -> None:
 
 def _run(job: Mapping[str, Any], arena: Arena) -> None:
     part, rank = Path(job["part"]), job["rank"]
-    with _writing(part, rank):
-        _run_locked(job, arena, part, rank)
+    with nullcontext() if rank else in_progress(part), _writing(part, rank):
+        _write(job, arena, part, rank)
+        if rank:
+            return
+        rows = _gathered(part, job["size"])
+        finish(part, Path(job["target"]), job["tree"], job["names"], rows)
+        if job["keep"] is not None:
+            prune(Path(job["target"]).parent, Keep(**job["keep"]), job["tree"]["step"])
 
 
 @contextmanager
@@ -83,18 +89,6 @@ def _writing(part: Path, rank: int) -> Iterator[None]:
 
 def _lock_file(part: Path, rank: int) -> Path:
     return part / f"rank-{rank}.writing"
-
-
-def _run_locked(job: Mapping[str, Any], arena: Arena, part: Path, rank: int) -> None:
-    if rank:
-        _write(job, arena, part, rank)
-        return
-    with in_progress(part):
-        _write(job, arena, part, rank)
-        rows = _gathered(part, job["size"])
-        finish(part, Path(job["target"]), job["tree"], job["names"], rows)
-    if job["keep"] is not None:
-        prune(Path(job["target"]).parent, Keep(**job["keep"]), job["tree"]["step"])
 
 
 def _write(job: Mapping[str, Any], arena: Arena, part: Path, rank: int) -> None:

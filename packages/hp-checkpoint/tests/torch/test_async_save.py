@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch
 
-from hp_checkpoint import CheckpointError, async_save, load, save
+from hp_checkpoint import Checkpointer, CheckpointError, async_save, load, save
+from hp_checkpoint.async_save import _committed
 from hp_checkpoint.snapshot import Arena
 from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
@@ -47,6 +48,36 @@ def test_it_saves_the_state_at_the_call(tmp_path):
     assert values_in(tmp_path / "one") == ([*range(7, 16)], 7)
     get_platform().collectives.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+@on_ranks(1, 2)
+def test_of_saves_of_one_folder_the_last_one_stays(tmp_path):
+    """Whatever saves last: beside the program, in it, or a Checkpointer's for a step."""
+    target = tmp_path / "step-00000001"
+    responses = [async_save(state(number), checkpoint_id=target) for number in range(4)]
+    assert [response.persist_completion.done() for response in responses[:3]] == [True] * 3
+    assert [sorted(response.get_result(60).parts) for response in responses] == [["model"]] * 4
+    assert values_in(target) == ([*range(3, 12)], 3)
+    async_save(state(5), checkpoint_id=target)
+    save(state(10), checkpoint_id=target)
+    assert values_in(target) == ([*range(10, 19)], 10)
+    model = torch.nn.Linear(1, 1, bias=False).to(device_type())
+    async_save(state(5), checkpoint_id=target)
+    with Checkpointer(tmp_path) as own, Checkpointer(tmp_path) as other:
+        own.save(1, model, data=9)
+        other.save(1, model, data=10)
+    assert other.load(model).data == 10
+    get_platform().collectives.barrier()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@on_ranks(1)
+def test_a_save_that_another_process_replaces_is_named(tmp_path):
+    (tmp_path / "new").mkdir()
+    with pytest.raises(CheckpointError, match="new: it was complete, and another process has replaced it"):
+        _committed(tmp_path / "part", tmp_path / "new", 0, True)
+    with pytest.raises(CheckpointError, match="failed on another rank: that rank has its error, or another process"):
+        _committed(tmp_path / "part", tmp_path / "new", 0, False)
 
 
 @on_ranks(2)

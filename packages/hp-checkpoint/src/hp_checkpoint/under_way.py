@@ -1,0 +1,30 @@
+"""Saves of this process that are under way, by the checkpoint that each makes: the next one waits, so the newest stays."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["begun", "wait_for_saves"]
+
+_POLL = 0.01
+_saves: dict[str, list[Callable[[], bool]]] = {}
+
+
+def begun(target: Path, ended: Callable[[], bool]) -> None:
+    """Take note of a save.
+
+    Args:
+        target: the checkpoint's folder.
+        ended: tells whether the save is complete or has failed.
+    """
+    _saves.setdefault(os.path.realpath(target), []).append(ended)
+
+
+def wait_for_saves(target: Path) -> None:
+    """Wait until this process has no save of a folder under way."""
+    for ended in _saves.pop(os.path.realpath(target), ()):
+        while not ended():
+            time.sleep(_POLL)
