@@ -17,8 +17,18 @@ from hp_checkpoint.planners import StandardLoadPlanner, StandardSavePlanner, pla
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import STATE, save_state
 from hp_checkpoint.sources import has_safetensors
-from hp_checkpoint.state import Address, State, Unreadable, decode, fill, flatten, values_of
-from hp_checkpoint.tied import check_tied
+from hp_checkpoint.state import (
+    Address,
+    State,
+    Unreadable,
+    changes,
+    decode,
+    flatten,
+    present,
+    top_part,
+    values_of,
+)
+from hp_checkpoint.tied import checked_tensors
 
 __all__ = ["checked", "flattened", "load", "read_values", "save", "versions"]
 
@@ -105,8 +115,9 @@ def load(
 ) -> None:
     """Load a state in place; all ranks call it together, each with the tensors that it wants, in any layout.
 
-    Tensors keep their memory and get the saved values; other values are replaced. What the checkpoint has beyond the
-    state is not read.
+    Tensors keep their memory and get the saved values; other values are replaced, and an empty dictionary takes the
+    values that were saved in it. What the checkpoint has beyond the state is not read. A state that is refused is left
+    as it was.
 
     Example:
         >>> state = {"model": model.state_dict(), "step": 0}
@@ -124,7 +135,8 @@ def load(
 
     Raises:
         CheckpointError: it failed on some rank; on all ranks.
-        ValueError: tensors or values that the checkpoint lacks, or of another shape or dtype; no folder or two.
+        ValueError: tensors or values that the checkpoint lacks, or of another shape or dtype; an empty dictionary where
+            tensors were saved, as the states of an optimizer before its first step; no folder or two.
     """
     ranks = Ranks(alone=no_dist)
     opened: list[Any] = []
@@ -137,16 +149,18 @@ def load(
         values = [] if saved is not None or partial else list(values_of(state_dict))
         if values:
             raise ValueError(f"load: {folder} has tensors alone, and the state has the values {', '.join(values[:5])}")
-        opened.extend([folder, manifest, flatten(state_dict), saved, partial])
+        values_to_set = [] if saved is None else list(changes(state_dict, saved, partial=partial))
+        state = _of_load(state_dict, manifest, saved, partial)
+        opened.extend([folder, manifest, state, values_to_set, partial])
         return b""
 
     ranks.agree(prepare, "load")
-    folder, manifest, state, saved, partial = opened
-    check_tied(state.aliases, manifest, folder, ranks)
+    folder, manifest, state, values_to_set, partial = opened
+    tensors = checked_tensors(state, manifest, folder, ranks)
     share = broadcast_replicated_tensors
-    load_tensors(state.tensors, manifest, folder, ranks, verify=verify, partial=partial, share=share)
-    if saved is not None:
-        ranks.agree(lambda: _fill(state_dict, saved, partial), "load")
+    load_tensors(tensors, manifest, folder, ranks, verify=verify, partial=partial, share=share)
+    for container, key, value in values_to_set:
+        container[key] = value
 
 
 def flattened(state_dict: Mapping[str, Any], ranks: Ranks) -> State:
@@ -174,9 +188,19 @@ def read_values(manifest: Manifest, folder: Path, tensor: Callable[[Address], An
     return dcp_values(folder, tensor) if is_dcp(folder) and not has_safetensors(folder) else None
 
 
-def _fill(state: dict[str, Any], saved: Any, partial: bool) -> bytes:
-    fill(state, saved, partial=partial)
-    return b""
+def _of_load(state_dict: dict[str, Any], manifest: Manifest, saved: Any, partial: bool) -> State:
+    """Divide a state into which a checkpoint is loaded; see `flatten`."""
+    state = flatten(state_dict, top=top_part(saved), to_load=True)
+    if saved is None:
+        return state
+    there = flatten(present(state_dict, saved), top=top_part(saved), to_load=True)
+    places = {*there.tensors, *there.aliases}
+    for at in () if partial else {*state.tensors, *state.aliases} - places:
+        if manifest.entry(at) is not None:
+            raise ValueError(
+                f"load: the checkpoint has {at[1]!r} in another place than this state; name it as it was saved"
+            )
+    return there if partial else state
 
 
 def versions() -> dict[str, str]:

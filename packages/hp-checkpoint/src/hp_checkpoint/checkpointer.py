@@ -27,7 +27,7 @@ from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import Address, State, decode, flatten
 from hp_checkpoint.storage import local_folder
 from hp_checkpoint.tensors import array_of, kind_of
-from hp_checkpoint.tied import check_tied
+from hp_checkpoint.tied import checked_tensors
 
 __all__ = ["Checkpointer", "Keep", "Loaded", "training_state"]
 
@@ -270,26 +270,26 @@ class Checkpointer:
         if len(set(folders)) > 1:
             raise ValueError(f"load: all ranks load one checkpoint, got {sorted(set(folders))}")
         folder, manifest, tree, *listed = opened
-        wanted: dict[Address, Any] = {}
-        aliases: dict[Address, Address] = {}
+        of_optimizer: dict[Address, Any] = {}
         arrays: dict[Address, np.ndarray] = {}
+        decoded: list[Any] = []
 
         def gather_wanted() -> bytes:
             if schedule is not None and tree.get("schedule") is None:
                 raise ValueError("load: the checkpoint has no schedule; load it without one")
-            state = of_model(model)
-            wanted.update(state.tensors)
-            aliases.update(state.aliases)
+            decoded.append(of_model(model, to_load=True))
             for states in listed:
-                wanted.update(_of_optimizer(states, manifest, tree))
+                of_optimizer.update(_of_optimizer(states, manifest, tree))
             arrays.update(_arrays(manifest))
+            beside = {**of_optimizer, **arrays}  # which get their values in place
+            decoded.append(decode(tree, beside.get))
             return json.dumps(sorted(model_names(model))).encode()
 
         names = {name for each in ranks.agree(gather_wanted, "load") for name in json.loads(each)}
+        state, saved = decoded
         check_unexpected(names, manifest)
-        check_tied(aliases, manifest, folder, ranks)
-        load_tensors({**wanted, **arrays}, manifest, folder, ranks, verify=self.verify)
-        saved = decode(tree, lambda address: arrays.get(address, wanted.get(address)))
+        tensors = checked_tensors(state, manifest, folder, ranks)
+        load_tensors({**tensors, **of_optimizer, **arrays}, manifest, folder, ranks, verify=self.verify)
 
         def set_values() -> bytes:
             for states in listed:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ["CheckpointError", "InvalidCheckpointError"]
+__all__ = ["CheckpointError", "InvalidCheckpointError", "shown"]
 
 
 class CheckpointError(RuntimeError):
@@ -22,3 +24,21 @@ class CheckpointError(RuntimeError):
 
 class InvalidCheckpointError(ValueError):
     """Files that are no checkpoint, or that were changed since they were written."""
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, 80, 80
+        self.maxlist = self.maxtuple = self.maxdict = 8
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 256 else f"<an integer of {x.bit_length()} bits>"
+
+
+_short = _Short()
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value's text, for an error: what a file has may be long, or nested without end."""
+    return _short.repr(value)

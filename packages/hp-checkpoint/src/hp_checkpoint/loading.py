@@ -44,8 +44,7 @@ def check_entries(
     result: dict[Address, Entry] = {}
     missing, faults, convertible = [], [], False
     for (part, name), value in wanted.items():
-        entries = manifest.parts.get(part, {})
-        entry = entries.get(name) or entries.get(manifest.aliases.get(part, {}).get(name, ""))
+        entry = manifest.entry((part, name))
         kind = kind_of(name, value)
         if entry is None:
             missing.append((part, name))

@@ -109,6 +109,12 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     metric: float | None = None
 
+    def entry(self, address: tuple[str, str]) -> Entry | None:
+        """Return the tensor of an address, its part and its name, which may be another name of it; None without."""
+        part, name = address
+        entries = self.parts.get(part, {})
+        return entries.get(name) or entries.get(self.aliases.get(part, {}).get(name, ""))
+
     def to_bytes(self) -> bytes:
         """Return the file's content."""
         return sealed(self.tree())

@@ -19,7 +19,7 @@ from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import State, flatten
 from hp_checkpoint.storage import local_folder
 from hp_checkpoint.tensors import cast_to
-from hp_checkpoint.tied import check_tied
+from hp_checkpoint.tied import checked_tensors
 
 __all__ = [
     "MODEL",
@@ -98,9 +98,8 @@ def load_model(
     if strict:
         check_unexpected(names, opened[0])
     manifest, place = opened
-    state = of_model(model)
-    check_tied(state.aliases, manifest, place, ranks)
-    load_tensors(state.tensors, manifest, place, ranks, verify=verify, cast=cast)
+    tensors = checked_tensors(of_model(model, to_load=True), manifest, place, ranks)
+    load_tensors(tensors, manifest, place, ranks, verify=verify, cast=cast)
 
 
 def config_texts(model: Any) -> dict[str, bytes]:
@@ -124,9 +123,14 @@ def model_names(model: Any) -> set[str]:
     return set(port().model_state(model))
 
 
-def of_model(model: Any) -> State:
-    """Return the tensors of a model by address, each once, and their further names."""
-    return flatten({MODEL: port().model_state(model)})
+def of_model(model: Any, *, to_load: bool = False) -> State:
+    """Return the tensors of a model by address, each once, and their further names.
+
+    Args:
+        model: of the framework.
+        to_load: as that of `flatten`.
+    """
+    return flatten({MODEL: port().model_state(model)}, to_load=to_load)
 
 
 def check_unexpected(names: set[str], manifest: Manifest) -> None:

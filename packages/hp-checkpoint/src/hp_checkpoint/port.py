@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,8 +57,13 @@ class Port(Protocol):
     def written_bytes(self, tensor: Tensor) -> tuple[np.ndarray, Callable[[], None] | None]:
         """Return bytes to write, row-major, and a function that brings them into the local tensor.
 
-        It is None where the bytes are the tensor's own memory. Other bytes begin as the tensor's values.
+        The tensor counts as modified in place, for a backward that has saved it. The function is None where the bytes
+        are the tensor's own memory. Other bytes begin as the tensor's values.
         """
+        ...
+
+    def memory_of(self, tensor: Tensor) -> Hashable:
+        """Return what is equal for two tensors that are one in memory, and have the same value at any time."""
         ...
 
     def empty(self, dtype: str, shape: Sequence[int]) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hp_checkpoint.errors import InvalidCheckpointError
-from hp_checkpoint.tensors import is_tensor
+from hp_checkpoint.errors import InvalidCheckpointError, shown
+from hp_checkpoint.tensors import is_tensor, memory_of
 
 __all__ = [
     "Address",
@@ -18,10 +18,12 @@ __all__ = [
     "TensorPlace",
     "Unreadable",
     "address",
+    "changes",
     "decode",
-    "fill",
     "flatten",
     "merge",
+    "present",
+    "top_part",
     "unreadable",
     "values_of",
 ]
@@ -62,23 +64,29 @@ class State:
         self.tree: Any = None
 
 
-def flatten(state: Mapping[str, Any]) -> State:
+def flatten(state: Mapping[str, Any], *, top: str | None = None, to_load: bool = False) -> State:
     """Divide a state into tensors and JSON values.
 
     Tensors under a key of the state, as "optimizer", are the part of that name, and named by their path below it.
-    Tensors at the top are the part "model".
+    Tensors at the top are the part "model", or "state" where the state has that key.
+
+    Args:
+        state: nested dictionaries and lists.
+        top: the part of tensors at the top. Default None: as above.
+        to_load: tensors of the same memory are one, since it has one value after a load. Default False: a tensor is
+            another one if it is another object.
 
     Raises:
         TypeError: a value that is neither a tensor nor JSON, or a key that is neither a string nor a number.
         ValueError: two tensors of one name.
     """
     result = State()
-    places: dict[int, Address] = {}
+    places: dict[Hashable, Address] = {}
     if not isinstance(state, Mapping):
         raise TypeError(f"checkpoint: the state is a {type(state).__name__}, expected a dictionary")
-    top = "state" if "model" in state else "model"
+    part = top or top_part(state)
 
-    result.tree = _tree(state, (), lambda path, value: _add(result, places, address(path, top), value))
+    result.tree = _tree(state, (), lambda path, value: _add(result, places, address(path, part), value, to_load))
     return result
 
 
@@ -149,8 +157,22 @@ def _decoded(tree: Any, tensor: Callable[[Address], Any]) -> Any:
     return [_decoded(each, tensor) for each in tree] if isinstance(tree, list) else tree
 
 
-def fill(template: Any, saved: Any, path: tuple[Any, ...] = (), *, partial: bool = False) -> Any:
-    """Return a template with the saved values that are no tensors; dictionaries and lists are changed in place.
+def present(state: Any, saved: Any) -> Any:
+    """Return a state without the keys that the saved one lacks."""
+    if isinstance(state, Mapping) and isinstance(saved, Mapping):
+        places = {key: _key(saved, key) for key in state}
+        return {key: present(state[key], saved[at]) for key, at in places.items() if at in saved}
+    if isinstance(state, list) and isinstance(saved, list) and len(state) == len(saved):
+        return [present(*pair) for pair in zip(state, saved, strict=True)]
+    return state
+
+
+def changes(
+    template: Any, saved: Any, path: tuple[Any, ...] = (), *, partial: bool = False
+) -> Iterator[tuple[Any, Any, Any]]:
+    """List what makes a template have the saved values that are no tensors: (dictionary or list, key, value).
+
+    An empty dictionary takes all values that were saved in it.
 
     Args:
         template: a state, whose tensors stay.
@@ -159,37 +181,46 @@ def fill(template: Any, saved: Any, path: tuple[Any, ...] = (), *, partial: bool
         partial: leave values as they are that the saved state lacks.
 
     Raises:
-        ValueError: the template has a key that the saved state lacks, or a list of another length.
+        ValueError: the template has a key that the saved state lacks, or a list of another length, or is empty where
+            tensors were saved.
     """
-    if is_tensor(template):
-        return template
     if isinstance(saved, Unreadable):
         raise ValueError(f"load: {_dotted(path)!r} can't be read: {saved.text}")
-    if isinstance(template, dict):
-        if not isinstance(saved, Mapping):
-            raise ValueError(f"load: {_dotted(path)!r} is a dictionary, the checkpoint has {saved!r}")
-        for key in template:
-            if key not in saved and partial:
+    if isinstance(template, dict) and not isinstance(saved, Mapping):
+        raise ValueError(f"load: {_dotted(path)!r} is a dictionary, the checkpoint has {shown(saved)}")
+    if path and saved and not template and isinstance(template, dict):
+        if any(True for _ in unreadable(saved, path)):
+            raise ValueError(
+                f"load: {_dotted(path)!r} is empty, and the checkpoint has tensors in it, which are loaded into"
+                " tensors alone. Make them first, as an optimizer does in its first step, or leave the key out"
+            )
+        yield from ((template, key, value) for key, value in saved.items())
+    for key, inner in list(template.items() if isinstance(template, dict) else enumerate(template)):
+        if is_tensor(inner):
+            continue
+        at, own = _key(saved, key), (*path, key)
+        if isinstance(saved, Mapping) and at not in saved:
+            if partial:
                 continue
-            if key not in saved:
-                raise ValueError(
-                    f"load: {_dotted((*path, key))!r} is not in the checkpoint, which has {list(saved)[:8]}"
-                )
-            template[key] = fill(template[key], saved[key], (*path, key), partial=partial)
-        return template
-    if isinstance(template, list) and isinstance(saved, list) and len(template) == len(saved):
-        template[:] = [
-            fill(a, b, (*path, n), partial=partial) for n, (a, b) in enumerate(zip(template, saved, strict=True))
-        ]
-        return template
-    if isinstance(template, (list, tuple)) and any(is_tensor(each) for each in template):
-        raise ValueError(
-            f"load: {_dotted(path)!r} is a {type(template).__name__} with tensors, of {len(template)} elements; use"
-            " lists of the same length"
-        )
-    for inner, found in unreadable(saved, path):
-        raise ValueError(f"load: {_dotted(inner)!r} can't be read: {found.text}")
-    return saved
+            raise ValueError(f"load: {_dotted(own)!r} is not in the checkpoint, which has {shown(list(saved)[:8])}")
+        value = saved[at]
+        same_length = isinstance(inner, list) and isinstance(value, list) and len(inner) == len(value)
+        if same_length or isinstance(inner, dict):
+            yield from changes(inner, value, own, partial=partial)
+            continue
+        if isinstance(inner, (list, tuple)) and any(is_tensor(each) for each in inner):
+            raise ValueError(
+                f"load: {_dotted(own)!r} is a {type(inner).__name__} with tensors, of {len(inner)} elements; use lists"
+                " of the same length"
+            )
+        for place, found in unreadable(value, own):
+            raise ValueError(f"load: {_dotted(place)!r} can't be read: {found.text}")
+        yield template, key, value
+
+
+def _key(saved: Any, key: Any) -> Any:
+    """Return a key of a saved dictionary for one of a state; torch's files have texts in place of numbers."""
+    return str(key) if isinstance(saved, Mapping) and key not in saved else key
 
 
 def unreadable(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Unreadable]]:
@@ -269,14 +300,16 @@ def address(path: tuple[Any, ...], top: str) -> Address:
     return (part, _dotted(path[1:])) if _PART.fullmatch(part) else ("state", _dotted(path))
 
 
-def _add(state: State, places: dict[int, Address], address: Address, value: Any) -> Address:
+def top_part(state: Any) -> str:
+    """Return the part of the tensors at the top of a state."""
+    return "state" if isinstance(state, Mapping) and "model" in state else "model"
+
+
+def _add(state: State, places: dict[Hashable, Address], address: Address, value: Any, to_load: bool) -> Address:
     if address in state.tensors or address in state.aliases:
         raise ValueError(f"checkpoint: two tensors are named {address[1]!r} in {address[0]!r}; rename one")
-    first = places.setdefault(id(value), address)
-    if first == address:
-        state.tensors[address] = value
-        return address
-    if first[0] != address[0]:  # a file has no entry of another part
+    first = places.setdefault(memory_of(value) if to_load else id(value), address)
+    if first == address or first[0] != address[0] and not to_load:  # a file has no entry of another part
         state.tensors[address] = value
         return address
     state.aliases[address] = first

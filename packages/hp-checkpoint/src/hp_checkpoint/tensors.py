@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ __all__ = [
     "kind_of",
     "local_boxes",
     "local_pieces",
+    "memory_of",
     "read_bytes",
     "stored_pieces",
     "written_bytes",
@@ -180,6 +181,13 @@ def read_bytes(value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     return port().read_bytes(value)
+
+
+def memory_of(value: Any) -> Hashable:
+    """Return what is equal for two tensors that are one in memory, and have the same value at any time."""
+    if isinstance(value, np.ndarray):
+        return (value.ctypes.data, value.shape, value.strides, value.dtype.str) if value.size else id(value)
+    return port().memory_of(value)
 
 
 def written_bytes(value: Any) -> tuple[np.ndarray, Callable[[], None] | None]:

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hp_checkpoint.files import Entry
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.ranks import Ranks
-from hp_checkpoint.state import Address
+from hp_checkpoint.state import Address, State
 from hp_checkpoint.streams import read_range
 
-__all__ = ["check_tied"]
+__all__ = ["checked_tensors"]
 
 _CHUNK = 8 << 20
 
 
-def check_tied(aliases: Mapping[Address, Address], manifest: Manifest, folder: Path, ranks: Ranks) -> None:
-    """Refuse several values for a tensor that can hold one: names that are tied here, and saved with other bytes each.
+def checked_tensors(state: State, manifest: Manifest, folder: Path, ranks: Ranks) -> dict[Address, Any]:
+    """Return the tensors to load by address, each once, under a name that the checkpoint has.
 
-    Equal bytes are one value, as in the many folders of the hub that have both names. All ranks call it together, and
-    each compares some ranges of both.
+    Several values for a tensor that can hold one are refused: names that are tied here, and saved with other bytes
+    each. Equal bytes are one value, as in the many folders of the hub that have both names. All ranks call it together,
+    and each compares some ranges of both.
 
     Args:
-        aliases: of this rank's state: further names of a tensor, with the one that is loaded.
+        state: of this rank, made by `flatten` to load it.
         manifest: of the checkpoint.
         folder: its folder.
         ranks: who loads.
@@ -34,36 +36,45 @@ def check_tied(aliases: Mapping[Address, Address], manifest: Manifest, folder: P
     Raises:
         ValueError: the values differ; on all ranks.
     """
-    pairs = {
-        (part, *sorted((name, first)))
-        for (part, name), (_, first) in aliases.items()
-        if {name, first} <= manifest.parts.get(part, {}).keys()
-    }
+    names: dict[Address, list[Address]] = {first: [first] for first in state.tensors}
+    for alias, first in state.aliases.items():
+        names[first].append(alias)
+    pairs: set[tuple[Address, Address]] = set()
+    tensors: dict[Address, Any] = {}
+    for first, addresses in names.items():
+        there = [each for each in addresses if manifest.entry(each) is not None] or [first]
+        tensors[there[0]] = state.tensors[first]
+        own = manifest.entry(there[0])
+        pairs |= {(min(each, there[0]), max(each, there[0])) for each in there[1:] if manifest.entry(each) is not own}
     everyones = ranks.agree(lambda: json.dumps(sorted(pairs)).encode(), "load")
-    different: set[tuple[str, str, str]] = set()
-    union = {tuple(pair) for each in dict.fromkeys(everyones) for pair in json.loads(each)}
+    union = {tuple(map(tuple, pair)) for each in dict.fromkeys(everyones) for pair in json.loads(each)}
     if not union:
-        return
+        return tensors
 
     def compare() -> bytes:
-        for part, one, other in sorted(union):
-            entries = manifest.parts[part]
-            if not _equal(entries[one], entries[other], folder, ranks):
-                different.add((part, one, other))
-        return json.dumps(sorted(different)).encode()
+        entries = {each: manifest.entry(each) for pair in union for each in pair}
+        different = [pair for pair in sorted(union) if not _equal(entries[pair[0]], entries[pair[1]], folder, ranks)]
+        return json.dumps(different).encode()
 
-    found = {tuple(pair) for each in dict.fromkeys(ranks.agree(compare, "load")) for pair in json.loads(each)}
+    found = {
+        tuple(map(tuple, pair)) for each in dict.fromkeys(ranks.agree(compare, "load")) for pair in json.loads(each)
+    }
     if found:
-        names = ", ".join(f"{one!r} and {other!r}" for _, one, other in sorted(found)[:3])
+        texts = ", ".join(f"{_named(one, other)!r} and {_named(other, one)!r}" for one, other in sorted(found)[:3])
         raise ValueError(
-            f"load: {names} are one tensor here, and have different values in the checkpoint, of which one would be"
+            f"load: {texts} are one tensor here, and have different values in the checkpoint, of which one would be"
             " lost. Untie them before the load, or save the checkpoint with one of them"
         )
+    return tensors
 
 
-def _equal(one: Entry, other: Entry, folder: Path, ranks: Ranks) -> bool:
+def _named(address: Address, other: Address) -> str:
+    return address[1] if address[0] == other[0] else ".".join(address)
+
+
+def _equal(one: Entry | None, other: Entry | None, folder: Path, ranks: Ranks) -> bool:
     """Tell whether two tensors of a checkpoint have the same bytes, in this rank's ranges of them."""
-    if one.kind != other.kind:
+    if one is None or other is None or one.kind != other.kind:
         return False
     return all(np.array_equal(*each) for each in zip(_ranges(one, folder, ranks), _ranges(other, folder, ranks)))
 

@@ -13,7 +13,7 @@ from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.files import Chunk, Entry, Kind
 from hp_checkpoint.manifest import FileSums, Manifest
 from hp_checkpoint.pickles import StoredTensor, tensor_names
-from hp_checkpoint.state import TensorPlace, address
+from hp_checkpoint.state import TensorPlace, address, top_part
 from hp_checkpoint.storage import opened
 
 __all__ = ["torch_file"]
@@ -38,12 +38,14 @@ def torch_file(path: Path) -> tuple[Manifest, Any]:
         state = archive.content({**tensor_names(), ("collections", "OrderedDict"): _Ordered})
         if not isinstance(state, Mapping):
             raise InvalidCheckpointError(f"{path} has a {type(state).__name__}, expected a dictionary")
-        top = "state" if "model" in state else "model"
+        top = top_part(state)
         parts: dict[str, dict[str, Entry]] = {}
 
         def place(tensor: StoredTensor, keys: tuple[Any, ...]) -> TensorPlace:
             at = TensorPlace(address(keys, top))
-            parts.setdefault(at[0], {})[at[1]] = _entry(path, archive, at[1], tensor)
+            entry = _entry(path, archive, at[1], tensor)
+            if parts.setdefault(at[0], {}).setdefault(at[1], entry) is not entry:
+                raise InvalidCheckpointError(f"{path} has two tensors that are {at[1]!r} in {at[0]!r} here")
             return at
 
         tree = _placed(state, (), place)

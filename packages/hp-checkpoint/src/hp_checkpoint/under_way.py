@@ -1,4 +1,4 @@
-"""Saves of this process that are under way, by the checkpoint that each makes: the next one waits, so the newest stays."""
+"""Saves of this process that are under way, by the folder that each makes: the next one waits, so the newest stays."""
 
 from __future__ import annotations
 

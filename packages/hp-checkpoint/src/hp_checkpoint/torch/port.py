@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from hp_checkpoint.torch.dtypes import DTYPES
 from hp_checkpoint.torch.optimizers import model_state as model_state
@@ -55,8 +56,9 @@ def read_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def written_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[], None] | None]:
-    """Return bytes to write, and a function that brings them into the local tensor."""
+    """Return bytes to write, and a function that brings them into the local tensor; it has a new version."""
     local = local_view(tensor)
+    increment_version(local)
     if local.device.type == "cpu" and local.is_contiguous() and not (local.is_conj() or local.is_neg()):
         return _bytes(local), None
     host = local.to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
@@ -65,6 +67,18 @@ def written_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[], None] 
         local.copy_(host)
 
     return _bytes(host), store
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Return what is equal for two tensors that are one in memory, and have the same value at any time."""
+    if refusal(tensor) is not None:
+        return id(tensor)
+    local = local_view(tensor)
+    place = local.data_ptr()
+    signs = local.is_conj(), local.is_neg()
+    return (
+        (place, local.device, local.dtype, local.shape, local.stride(), tensor.shape, *signs) if place else id(tensor)
+    )
 
 
 def _bytes(local: torch.Tensor) -> np.ndarray:
