@@ -293,8 +293,7 @@ class Checkpointer:
 
         def set_values() -> bytes:
             for states in listed:
-                for name in states.options:
-                    states.set(name, saved[_OPTIMIZER].get(name, {}), saved[_OPTIONS][name])
+                states.set(saved[_OPTIMIZER], saved[_OPTIONS])
             if optimizer is not None and saved["iteration"] is not None and hasattr(optimizer, "iteration"):
                 optimizer.iteration = saved["iteration"]
             if schedule is not None:

@@ -30,8 +30,8 @@ class OptimizerState(Protocol):
         """Make a state that a parameter lacks, of a dtype by its name in safetensors and this global shape."""
         ...
 
-    def set(self, name: str, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Set the state of a parameter, and the options of its group."""
+    def set(self, values: Mapping[str, Mapping[str, Any]], options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the states of the parameters by their names, and the options of their groups."""
         ...
 
 

@@ -91,12 +91,17 @@ class _States:
             )
         return self._placed(name, key)
 
-    def set(self, name: str, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Set the state of a parameter, and the options of its group.
+    def set(self, values: Mapping[str, Mapping[str, Any]], options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the states of the parameters, and the options of their groups.
 
         Raises:
             ValueError: the parameters of one optimizer were saved after different numbers of steps.
         """
+        for name in self._numbers:
+            self._set_state(name, values.get(name, {}))
+            self._set_options(self._groups[name], options[name])
+
+    def _set_state(self, name: str, values: Mapping[str, Any]) -> None:
         number = self._numbers[name]
         with local_mode():
             for key, value in values.items():
@@ -108,7 +113,6 @@ class _States:
                 set_local(started, ops.zeros_like(local_view(started)))
         if _STEP in values:
             self._set_step(name, float(values[_STEP]))
-        self._set_options(self._groups[name], options)
 
     def _state(self, name: str, started: bool) -> State:
         group = self._groups[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hp_checkpoint.torch.dtypes import DTYPES
@@ -63,12 +64,13 @@ class _States:
         self._optimizer = optimizer
         self._parameters: dict[str, torch.Tensor] = {}
         self._groups: dict[str, State] = {}
+        self._encodes = False
         self.states: dict[str, State] = {}
         self.options: dict[str, State] = {}
         packed = optimizer.state_dict()["state"]  # what swaps states waits here for its copies
         number = 0
         for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+            options = {key: _plain(value) for key, value in group.items() if key not in _NOT_OPTIONS}
             for parameter in group["params"]:
                 name = names.get(id(parameter))
                 if name is None:
@@ -79,6 +81,8 @@ class _States:
                     )
                 self._parameters[name], self._groups[name], self.options[name] = parameter, group, options
                 self.states[name] = dict(packed.get(number, {}))
+                self._encodes |= not self.states[name].keys() <= optimizer.state.get(parameter, {}).keys()
+                _check_states(name, self.states[name], optimizer)
                 _check_layouts(name, parameter, self.states[name], optimizer)
                 number += 1
 
@@ -90,19 +94,48 @@ class _States:
         on_device = key != "step" or group.get("capturable") or group.get("fused")
         return torch.zeros(tuple(shape), dtype=DTYPES[dtype], device=parameter.device if on_device else "cpu")
 
-    def set(self, name: str, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Set the state of a parameter, and the options of its group."""
-        state = self._optimizer.state[self._parameters[name]]
-        for key, value in values.items():
-            if state.get(key) is not value:
-                state[key] = value
-        group = self._groups[name]
-        for key, value in options.items():
-            own = group.get(key)
-            if isinstance(own, torch.Tensor):
-                own.fill_(value) if not isinstance(value, torch.Tensor) else own.copy_(value)
-            else:
-                group[key] = value
+    def set(self, values: Mapping[str, Mapping[str, Any]], options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the states of the parameters, and the options of their groups."""
+        for name, group in self._groups.items():
+            group.update({key: _taken(group.get(key), value) for key, value in options[name].items()})
+        if self._encodes:  # what it shows are values, and it keeps others
+            packed = self._optimizer.state_dict()
+            loaded = {at: values[name] for at, name in enumerate(self._parameters) if values.get(name)}
+            self._optimizer.load_state_dict({**packed, "state": {**packed["state"], **loaded}})
+            return
+        for name, parameter in self._parameters.items():
+            state = self._optimizer.state[parameter]
+            state.update({key: value for key, value in values.get(name, {}).items() if state.get(key) is not value})
+
+
+def _plain(value: Any) -> Any:
+    """Return an option with numbers in place of tensors of one element."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_plain, value))
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _taken(own: Any, value: Any) -> Any:
+    """Return a saved option as a group has it: in its own tensor, where it has one."""
+    if isinstance(own, torch.Tensor):
+        with torch.no_grad():
+            return own.copy_(torch.as_tensor(value))
+    if isinstance(own, (tuple, list)) and isinstance(value, (tuple, list)) and len(own) == len(value):
+        return type(value)(map(_taken, own, value))
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value) if value.size > 1 else value.item()
+    return value
+
+
+def _check_states(name: str, state: State, optimizer: Any) -> None:
+    """Refuse what is neither a tensor nor a number: an optimizer that keeps lists could not go on from the rest."""
+    for key, value in state.items():
+        if not isinstance(value, (torch.Tensor, int, float, str, type(None))):
+            raise TypeError(
+                f"checkpoint: state {key!r} of {name!r} in {type(optimizer).__name__} is a {type(value).__name__}, and"
+                " only tensors and numbers are saved as states. Save the model without this optimizer, and its"
+                " state_dict() by torch.save"
+            )
 
 
 def _check_layouts(name: str, parameter: torch.Tensor, state: State, optimizer: Any) -> None:
