@@ -151,11 +151,11 @@ def boxes(tree):
         (lambda tree: boxes(tree).append(boxes(tree)[0]), "the tensors 'w0' and 'w0' overlap|has chunks of 1,020 elem"),
         (lambda tree: boxes(tree).clear(), r"tensor 'w0' of shape \[30, 17\] has chunks of 0 elements"),
         (lambda tree: boxes(tree)[0].__setitem__(0, "../x"), "at 4096 of '../x', is in no file of it"),
-        (lambda tree: boxes(tree)[0].__setitem__(1, 10**9), "tensor 'w0', F32 .* is in no file of it"),
+        (lambda tree: boxes(tree)[0].__setitem__(1, 10**9), "tensor 'w0', 'F32' .* is in no file of it"),
         (lambda tree: boxes(tree)[0].__setitem__(2, [1, 0]), r"has a chunk of \[30, 17\] at \[1, 0\]"),
         (lambda tree: boxes(tree)[0].__setitem__(3, [30]), "not a manifest: |has a chunk of"),
         (lambda tree: boxes(tree)[0].pop(), "not a manifest: ValueError"),
-        (lambda tree: tree["parts"]["model"]["w0"].__setitem__(0, "F3"), "tensor 'w0', F3 of .* is in no file of it"),
+        (lambda tree: tree["parts"]["model"]["w0"].__setitem__(0, "F3"), "tensor 'w0', 'F3' of .* is in no file of it"),
     ],
 )
 def test_manifests_that_contradict_themselves(checkpoint, tmp_path, change, error):

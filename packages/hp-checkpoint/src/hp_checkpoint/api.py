@@ -184,7 +184,7 @@ def read_values(manifest: Manifest, folder: Path, tensor: Callable[[Address], An
         tensor: returns what stands for the tensor of an address.
     """
     if STATE in manifest.files:
-        return decode(read_tree(manifest, folder), tensor)
+        return decode(read_tree(manifest, folder), tensor, str(folder / STATE))
     return dcp_values(folder, tensor) if is_dcp(folder) and not has_safetensors(folder) else None
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from hp_checkpoint.errors import InvalidCheckpointError
-from hp_checkpoint.pickles import Names, StoredTensor, read_pickle, tensor_names
+from hp_checkpoint.errors import InvalidCheckpointError, shown
+from hp_checkpoint.pickles import StoredTensor, tensor_names
 from hp_checkpoint.storage import read_at
+from hp_checkpoint.unpickling import Names, read_pickle
 
 __all__ = ["TORCH_NAMES", "Archive"]
 
@@ -65,11 +66,15 @@ class Archive(io.RawIOBase):
         ends = (0, min(_EDGE, length)), (max(0, length - _EDGE), length)
         self._edges = [(start, stop, self._bytes(start, stop)) for start, stop in ends]
         try:
-            self._records = {info.filename: info for info in zipfile.ZipFile(self).infolist()}  # type: ignore[arg-type]
+            listed = zipfile.ZipFile(self).infolist()  # type: ignore[arg-type]
         except InvalidCheckpointError:
             raise
         except Exception as error:  # whatever a damaged one leads to
-            raise InvalidCheckpointError(f"{where} is no archive of torch.save: {error}") from None
+            raise InvalidCheckpointError(f"{where} is no archive of torch.save: {str(error)[:300]}") from None
+        self._records: dict[str, list[zipfile.ZipInfo]] = {}
+        for info in listed:
+            self._records.setdefault(info.filename.partition("/")[2], []).append(info)
+        self._little = "byteorder" not in self._records or self.record("byteorder") == b"little"
 
     def elements(self, shape: tuple[int, ...], itemsize: int) -> int:
         """Return where in the file the elements of the archive's tensor start.
@@ -79,7 +84,7 @@ class Archive(io.RawIOBase):
         """
         tensor = self.content()
         if not isinstance(tensor, StoredTensor) or tensor.size != shape:
-            got = list(tensor.size) if isinstance(tensor, StoredTensor) else type(tensor).__name__
+            got = shown(list(tensor.size)) if isinstance(tensor, StoredTensor) else type(tensor).__name__
             raise InvalidCheckpointError(f"{self._where} has {got}, expected a tensor of shape {list(shape)}")
         expected = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         if any(size > 1 and a != b for size, a, b in zip(shape, tensor.stride, expected, strict=True)) and prod(shape):
@@ -92,7 +97,8 @@ class Archive(io.RawIOBase):
         Args:
             names: what the pickle may name. Default None: what that of one tensor may.
         """
-        return read_pickle(self.record("data.pkl"), tensor_names() if names is None else names, self._where)
+        names = tensor_names() if names is None else names
+        return read_pickle(self.record("data.pkl"), names, self._where, beside=self._length)
 
     def place(self, tensor: StoredTensor, itemsize: int) -> int:
         """Return where in the file the elements of a tensor start.
@@ -100,13 +106,11 @@ class Archive(io.RawIOBase):
         Raises:
             InvalidCheckpointError: they are outside of the archive, or of another byte order.
         """
-        if any(name.endswith("/byteorder") for name in self._records) and self.record("byteorder") != b"little":
+        if not self._little:
             raise InvalidCheckpointError(f"{self._where} was written by a big-endian machine")
         start, stop = self._range(f"data/{tensor.storage.key}")
         first = start + tensor.offset * itemsize
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size, tensor.stride, strict=True))
-        if tensor.offset < 0 or min((*tensor.size, *tensor.stride), default=0) < 0:
-            raise InvalidCheckpointError(f"{self._where} has a tensor of size {tensor.size}, strides {tensor.stride}")
         if first + (extent if prod(tensor.size) else 0) * itemsize > stop:
             raise InvalidCheckpointError(f"{self._where} has {stop - start} bytes, too few for {list(tensor.size)}")
         return self._offset + first
@@ -116,14 +120,14 @@ class Archive(io.RawIOBase):
         return self._bytes(*self._range(name))
 
     def _range(self, name: str) -> tuple[int, int]:
-        found = [info for full, info in self._records.items() if full.partition("/")[2] == name]
+        found = self._records.get(name, [])
         if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
-            raise InvalidCheckpointError(f"{self._where} has no record {name!r} that is not compressed")
+            raise InvalidCheckpointError(f"{self._where} has no record {shown(name)} that is not compressed")
         at = found[0].header_offset
         header = self._bytes(at, at + 30)
         start = at + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         if start + found[0].file_size > self._length:
-            raise InvalidCheckpointError(f"{self._where}: record {name!r} is cut off")
+            raise InvalidCheckpointError(f"{self._where}: record {shown(name)} is cut off")
         return start, start + found[0].file_size
 
     def _bytes(self, start: int, stop: int) -> bytes:

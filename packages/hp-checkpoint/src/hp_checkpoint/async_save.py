@@ -22,7 +22,7 @@ from hp_checkpoint.messages import failures
 from hp_checkpoint.planners import StandardSavePlanner
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import prepare_save
-from hp_checkpoint.storage import read_small
+from hp_checkpoint.storage import read_json
 from hp_checkpoint.under_way import begun
 
 __all__ = ["AsyncSaveResponse", "async_save"]
@@ -142,7 +142,7 @@ def _committed(part: Path, target: Path, folder: int, leads: bool) -> Manifest:
     while True:
         under_way = part.exists()  # looked at first: the rename is later
         if target.exists() and os.stat(target).st_ino == folder:
-            return Manifest.from_bytes(read_small(target / MANIFEST), str(target / MANIFEST))
+            return Manifest.from_bytes(read_json(target / MANIFEST), str(target / MANIFEST))
         failed = failures(part)
         if failed or not under_way:
             if leads:

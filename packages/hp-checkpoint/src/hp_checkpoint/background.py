@@ -113,6 +113,7 @@ class Writer:
             "rank": ranks.rank,
             "size": ranks.size,
             "tree": prepared.tree if first else None,
+            "run": str(prepared.run),
             "keep": None if keep is None or not first else asdict(keep),
         }
         if first:  # the writer that renames the folder, or removes it

@@ -22,7 +22,7 @@ from hp_checkpoint.models import MODEL, check_unexpected, config_texts, model_na
 from hp_checkpoint.port import OptimizerState, port
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import Keep, prune, step_folder, steps_in
-from hp_checkpoint.saving import prepare_save, save_state
+from hp_checkpoint.saving import STATE, prepare_save, save_state
 from hp_checkpoint.sources import open_checkpoint
 from hp_checkpoint.state import Address, State, decode, flatten
 from hp_checkpoint.storage import local_folder
@@ -282,7 +282,7 @@ class Checkpointer:
                 of_optimizer.update(_of_optimizer(states, manifest, tree))
             arrays.update(_arrays(manifest))
             beside = {**of_optimizer, **arrays}  # which get their values in place
-            decoded.append(decode(tree, beside.get))
+            decoded.append(decode(tree, beside.get, str(folder / STATE)))
             return json.dumps(sorted(model_names(model))).encode()
 
         names = {name for each in ranks.agree(gather_wanted, "load") for name in json.loads(each)}

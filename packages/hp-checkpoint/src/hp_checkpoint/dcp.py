@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from hp_checkpoint.archives import TORCH_NAMES, Archive
-from hp_checkpoint.errors import InvalidCheckpointError
-from hp_checkpoint.files import DTYPES, Chunk, Entry, Kind, check_cover, check_file_name
+from hp_checkpoint.errors import InvalidCheckpointError, shown
+from hp_checkpoint.files import Chunk, Entry, Kind, check_cover, check_file_name, sizes_of, whole
 from hp_checkpoint.manifest import MANIFEST, FileSums, Manifest
-from hp_checkpoint.pickles import plain, read_pickle, value_names
-from hp_checkpoint.state import Address, Unreadable, address
-from hp_checkpoint.storage import opened, read_small
+from hp_checkpoint.pickles import plain, value_names
+from hp_checkpoint.state import Address, Unreadable, address, top_part
+from hp_checkpoint.storage import bytes_beside, opened, read_small
+from hp_checkpoint.unpickling import read_pickle
 
 __all__ = ["CHECKPOINT", "METADATA", "dcp_manifest", "dcp_values", "is_dcp"]
 
 METADATA = ".metadata"
+_DEPTH = 100  # keys of a value's path
 CHECKPOINT = "torch.distributed.checkpoint"
 
 
@@ -43,12 +46,12 @@ def dcp_manifest(folder: Path) -> Manifest:
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         if isinstance(error, InvalidCheckpointError):
             raise
-        text = f"{folder / METADATA} contradicts itself: {type(error).__name__}: {error}"
+        text = f"{folder / METADATA} contradicts itself: {type(error).__name__}: {str(error)[:300]}"
         raise InvalidCheckpointError(text) from error
 
 
 def _manifest(folder: Path, metadata: Any) -> Manifest:
-    places, addresses = _places(folder, metadata), _addresses(metadata)
+    places, addresses = _places(folder, metadata), _addresses(folder, metadata)
     parts: dict[str, dict[str, Entry]] = {}
     tensors: dict[tuple[str, tuple[int, ...]], tuple[Entry, tuple[int, ...]]] = {}
     listed: dict[Address, list[Chunk]] = {}
@@ -57,20 +60,25 @@ def _manifest(folder: Path, metadata: Any) -> Manifest:
             continue
         part, own = addresses[name]
         entry = Entry(own, _kind(folder, name, described), "", 0)
-        parts.setdefault(part, {})[own] = entry
+        if parts.setdefault(part, {}).setdefault(own, entry) is not entry:
+            raise InvalidCheckpointError(f"{folder} has two tensors that are {shown(own)} in {part!r} here")
+        listed[part, own] = []
         for chunk in described.chunks:
-            tensors[name, tuple(chunk.offsets)] = (entry, tuple(chunk.sizes))
-            listed[part, own] = []
+            tensors[name, sizes_of(chunk.offsets)] = (entry, sizes_of(chunk.sizes))
     sizes: dict[str, FileSums] = {}
     for file, infos in _by_file(places).items():
         with opened(folder / file) as descriptor:
             size = os.fstat(descriptor).st_size
             sizes[file] = FileSums(size, ())
+            left = size
             for (name, offsets), info in infos:
                 if offsets is None or (name, offsets) not in tensors:
                     continue
                 entry, shape = tensors[name, offsets]
-                where = f"{folder / file}: {name!r}"
+                where = f"{folder / file}: {shown(name)}"
+                left -= prod(shape) * entry.kind.itemsize
+                if left < 0:
+                    raise InvalidCheckpointError(f"{where} is beyond what a file of {size:,} bytes can have")
                 archive = Archive(descriptor, folder / file, info.offset, info.length, size, where)
                 start = archive.elements(shape, entry.kind.itemsize)
                 listed[addresses[name]].append(Chunk.dense(offsets, shape, file, start))
@@ -89,26 +97,35 @@ def dcp_values(folder: Path, tensor: Callable[[Address], Any]) -> dict[str, Any]
         tensor: returns what stands for the tensor of an address.
     """
     metadata = _metadata(folder)
-    places, addresses = _places(folder, metadata), _addresses(metadata)
-    result: dict[Any, Any] = {}
-    for name in metadata.state_dict_metadata:
+    places, addresses = _places(folder, metadata), _addresses(folder, metadata)
+    result: dict[Any, Any] = _Nested()
+    for name, described in metadata.state_dict_metadata.items():
         info = places.get((name, None))
+        if info is None and not hasattr(described, "chunks"):
+            raise InvalidCheckpointError(f"{folder / METADATA} has no place of the value {shown(name)}")
         value = tensor(addresses[name]) if info is None else _value(folder, name, info)
-        inner, (*above, last) = result, _path(metadata, name)
-        for key in above:
-            inner = inner.setdefault(key, {})
-        inner[last] = value
+        path = _path(folder, metadata, name)
+        inner: Any = result
+        for key in path[:-1]:
+            inner = inner.setdefault(key, _Nested()) if type(inner) is _Nested else None
+        if type(inner) is not _Nested or path[-1] in inner:
+            raise InvalidCheckpointError(f"{folder / METADATA} has two values at {shown(path)}")
+        inner[path[-1]] = value
     return _with_lists(result)
+
+
+class _Nested(dict[Any, Any]):
+    """A dictionary of the state, which is no value of it."""
 
 
 def _value(folder: Path, name: str, info: Any) -> Any:
     path = folder / info.relative_path
-    where = f"{path}: {name!r}"
+    where = f"{path}: {shown(name)}"
     try:
         with opened(path) as descriptor:
             size = os.fstat(descriptor).st_size
             archive = Archive(descriptor, path, info.offset, info.length, size, where)
-            return read_pickle(archive.record("data.pkl"), value_names(), where)
+            return archive.content(value_names())
     except InvalidCheckpointError as error:
         return Unreadable(str(error))
 
@@ -122,19 +139,20 @@ def _metadata(folder: Path) -> Any:
     names: dict[tuple[str, str], Any] = {(module, name): plain(name) for name in classes.split()}
     names |= {(f"{CHECKPOINT}.filesystem", name): plain(name) for name in ("_StorageInfo", "_StoragePrefix")}
     older = "torch.distributed._shard.sharded_tensor.metadata"
-    names |= {(older, "TensorProperties"): plain("TensorProperties"), (older, "MEM_FORMAT_ENCODING"): int}
-    names |= {(module, "_MEM_FORMAT_ENCODING"): int, ("torch.serialization", "_get_layout"): str}
+    names[older, "TensorProperties"] = plain("TensorProperties")
+    inert = [(older, "MEM_FORMAT_ENCODING"), (module, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout")]
+    inert += [(place, "PosixPath") for place in ("pathlib", "pathlib._local")]
+    names |= {each: plain(each[1]) for each in inert}
     names |= {("torch", name): name for name in (*TORCH_NAMES, "complex128", "strided")}
-    names |= {(place, "PosixPath"): _joined for place in ("pathlib", "pathlib._local")}
-    content = read_small(folder / METADATA)
-    metadata = read_pickle(content, {**value_names(), **names}, str(folder / METADATA))
-    if type(metadata).__name__ != "Metadata" or not isinstance(getattr(metadata, "storage_data", None), dict):
-        raise InvalidCheckpointError(f"{folder / METADATA} is not the metadata of {CHECKPOINT}.FileSystemWriter")
+    path = folder / METADATA
+    content = read_small(path)
+    metadata = read_pickle(content, {**value_names(), **names}, str(path), beside=bytes_beside(path))
+    dictionaries = [getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data")]
+    if getattr(metadata, "kind", "") != "Metadata" or not all(isinstance(each, dict) for each in dictionaries):
+        raise InvalidCheckpointError(f"{path} is not the metadata of {CHECKPOINT}.FileSystemWriter")
+    if not all(isinstance(name, str) for name in metadata.state_dict_metadata):
+        raise InvalidCheckpointError(f"{path} has a name that is no text")
     return metadata
-
-
-def _joined(*parts: str) -> str:
-    return "/".join(parts)
 
 
 def _places(folder: Path, metadata: Any) -> dict[tuple[str, tuple[int, ...] | None], Any]:
@@ -142,13 +160,18 @@ def _places(folder: Path, metadata: Any) -> dict[tuple[str, tuple[int, ...] | No
     result: dict[tuple[str, tuple[int, ...] | None], Any] = {}
     for index, info in metadata.storage_data.items():
         check_file_name(info.relative_path, str(folder / METADATA))
+        name, offsets = index.fqn, getattr(index, "offset", None)
+        if not isinstance(name, str):
+            raise InvalidCheckpointError(f"{folder / METADATA} has the name {shown(name)}, expected a text")
         if getattr(info, "transform_descriptors", None):
             raise InvalidCheckpointError(
-                f"{folder}: {index.fqn!r} was written with {info.transform_descriptors}; only files that are not"
+                f"{folder}: {shown(name)} was written with {shown(info.transform_descriptors)}; only files that are not"
                 " compressed are read"
             )
-        offsets = getattr(index, "offset", None)
-        result[index.fqn, None if offsets is None else tuple(offsets)] = info
+        whole(info.offset), whole(info.length)
+        key = name, None if offsets is None else sizes_of(offsets)
+        if result.setdefault(key, info) is not info:
+            raise InvalidCheckpointError(f"{folder / METADATA} has two places of {shown(name)} at {offsets}")
     return result
 
 
@@ -159,29 +182,36 @@ def _by_file(places: Mapping[Any, Any]) -> dict[str, list[tuple[Any, Any]]]:
     return result
 
 
-def _path(metadata: Any, name: str) -> tuple[Any, ...]:
-    paths = metadata.planner_data
-    return tuple(paths[name]) if isinstance(paths, dict) and name in paths else (name,)
+def _path(folder: Path, metadata: Any, name: str) -> tuple[Any, ...]:
+    paths = getattr(metadata, "planner_data", None)
+    if not isinstance(paths, dict) or name not in paths:
+        return (name,)
+    path = paths[name]
+    keys = isinstance(path, (tuple, list)) and all(isinstance(key, (str, int)) for key in path)
+    if not keys or not 0 < len(path) <= _DEPTH:
+        raise InvalidCheckpointError(
+            f"{folder / METADATA} has {shown(name)} at {shown(path)}, expected at most {_DEPTH} keys"
+        )
+    return tuple(path)
 
 
-def _addresses(metadata: Any) -> dict[str, Address]:
+def _addresses(folder: Path, metadata: Any) -> dict[str, Address]:
     """Return the addresses that `state.flatten` gives the tensors of the state that was saved."""
-    paths = {name: _path(metadata, name) for name in metadata.state_dict_metadata}
-    top = "state" if any(path[0] == "model" for path in paths.values()) else "model"
+    paths = {name: _path(folder, metadata, name) for name in metadata.state_dict_metadata}
+    top = top_part({path[0]: None for path in paths.values()})
     return {name: address(path, top) for name, path in paths.items()}
 
 
 def _kind(folder: Path, name: str, described: Any) -> Kind:
     dtype = described.properties.fields[0]
-    if dtype not in TORCH_NAMES:
-        raise InvalidCheckpointError(f"{folder}: {name!r} has dtype {dtype}, which safetensors lacks")
-    assert TORCH_NAMES[dtype] in DTYPES
-    return Kind(TORCH_NAMES[dtype], tuple(int(size) for size in described.size))
+    if not isinstance(dtype, str) or dtype not in TORCH_NAMES:
+        raise InvalidCheckpointError(f"{folder}: {shown(name)} has dtype {shown(dtype)}, which safetensors lacks")
+    return Kind(TORCH_NAMES[dtype], sizes_of(described.size))
 
 
 def _with_lists(value: Any) -> Any:
     """Return nested dictionaries with lists in place of those whose keys are 0, 1, 2, ..."""
-    if not isinstance(value, dict):
+    if type(value) is not _Nested:
         return value
     inner = {key: _with_lists(each) for key, each in value.items()}
     return [inner[at] for at in range(len(inner))] if inner and set(inner) == set(range(len(inner))) else inner

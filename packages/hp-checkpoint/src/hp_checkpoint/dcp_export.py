@@ -21,6 +21,7 @@ import numpy as np
 from hp_checkpoint.archives import TORCH_NAMES
 from hp_checkpoint.conversions import casts_to, converted, dtype_named
 from hp_checkpoint.dcp import CHECKPOINT, METADATA, is_dcp
+from hp_checkpoint.errors import InvalidCheckpointError, shown
 from hp_checkpoint.export import MODEL, new_folder
 from hp_checkpoint.files import Entry, Kind
 from hp_checkpoint.loading import read_tree, verify_files
@@ -69,11 +70,15 @@ def to_dcp(folder: Path, target: Path, *, dtype: str | None = None, weights_only
     if any(file.rows for file in manifest.files.values()):
         verify_files(manifest, folder)
     if STATE in manifest.files:
-        tree = decode(read_tree(manifest, folder), TensorPlace)
+        tree = decode(read_tree(manifest, folder), TensorPlace, str(folder / STATE))
     leaves = _leaves(manifest, None if weights_only else tree, str(folder))
     kinds: dict[Address, Kind] = {}
     for part, name in {leaf: None for leaf in leaves.values() if isinstance(leaf, TensorPlace)}:
-        entry = manifest.parts[part][name]
+        entry = manifest.parts.get(part, {}).get(name)
+        if entry is None:
+            raise InvalidCheckpointError(
+                f"{folder} has no tensor {shown(name)} in {shown(part)}, which its values name"
+            )
         changed = part == MODEL and own is not None and casts_to(name, entry.kind.dtype, own)
         kinds[part, name] = Kind(str(own), entry.kind.shape) if changed else entry.kind
     with new_folder(target, sum(kind.nbytes for kind in kinds.values())) as part_folder:

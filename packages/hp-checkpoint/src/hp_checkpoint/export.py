@@ -115,7 +115,7 @@ def new_folder(target: Path, needed: int = 0) -> Iterator[Path]:
         FileExistsError: it exists.
     """
     local_folder(target)
-    if target.exists():
+    if os.path.lexists(target):
         raise FileExistsError(f"{target} exists; name a folder that doesn't")
     part = part_folder(target, f"{os.getpid():x}")
     make_folder(part.parent)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from hp_checkpoint.errors import InvalidCheckpointError
+from hp_checkpoint.errors import InvalidCheckpointError, shown
+from hp_checkpoint.json_texts import check_values, strict_json
 
 __all__ = [
     "DTYPES",
@@ -32,7 +33,7 @@ __all__ = [
     "lay_out",
     "packed_file",
     "read_header",
-    "strict_json",
+    "sizes_of",
     "whole",
 ]
 
@@ -59,6 +60,8 @@ DTYPES = {
 PAGE = 4096
 LIMIT = 5 * 10**9
 """Bytes of a file, unless one tensor alone has more."""
+_DIMS = 64  # of a tensor, as PyTorch has them
+_ELEMENTS = 2**59  # of a tensor, so that its bytes and strides are numbers of 64 bits
 _HEADER_LIMIT = 100 * 10**6  # safetensors' own readers take no more
 _METADATA = "__metadata__"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -192,26 +195,28 @@ def read_header(file: str, size: int, prefix: bytes, content: bytes) -> tuple[En
             outside of the file, or that have a dtype that is not known.
     """
     start = 8 + header_length(file, size, prefix)
+    check_values(content, size - start, f"the header of {file}")
     header = strict_json(content, f"the header of {file}")
     header.pop(_METADATA, None)
     entries = []
     for name, description in header.items():
         try:
-            dtype, shape = str(description["dtype"]), tuple(map(whole, description["shape"]))
+            dtype, shape = str(description["dtype"]), sizes_of(description["shape"])
             begin, end = map(whole, description["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise InvalidCheckpointError(
-                f"{file}: tensor {name!r} is described by {description!r}; expected dtype, shape and data_offsets"
+                f"{file}: tensor {shown(name)} is described by {shown(description)}; expected dtype, shape and"
+                " data_offsets"
             ) from None
         if dtype not in DTYPES:
             raise InvalidCheckpointError(
-                f"{file}: tensor {name!r} has dtype {dtype!r}, which is not one of {', '.join(DTYPES)}"
+                f"{file}: tensor {shown(name)} has dtype {shown(dtype)}, which is not one of {', '.join(DTYPES)}"
             )
         kind = Kind(dtype, shape)
         if begin > end or end - begin != kind.nbytes or start + end > size:
             raise InvalidCheckpointError(
-                f"{file}: tensor {name!r}, {dtype} of shape {list(shape)}, needs {kind.nbytes} bytes, and is said to be"
-                f" at [{begin}, {end}) of {size - start}: the file is cut off, or its header is wrong"
+                f"{file}: tensor {shown(name)}, {dtype} of shape {list(shape)}, needs {kind.nbytes} bytes, and is said"
+                f" to be at [{begin}, {end}) of {size - start}: the file is cut off, or its header is wrong"
             )
         entries.append(Entry(name, kind, file, start + begin))
     check_overlaps(file, entries)
@@ -236,34 +241,6 @@ def header_length(file: str, size: int, prefix: bytes) -> int:
     return length
 
 
-def strict_json(content: bytes, what: str) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Args:
-        content: the text.
-        what: the text's name, for errors.
-
-    Raises:
-        InvalidCheckpointError: it is no JSON, no object, or has a key twice.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise InvalidCheckpointError(f"{what} has the key {twice!r} twice")
-        return result
-
-    try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise InvalidCheckpointError(f"{what} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidCheckpointError(f"{what} is a JSON {type(value).__name__}, expected an object")
-    return value
-
-
 def check_file_name(name: str, what: str) -> str:
     """Return a file's name if it is one of the checkpoint's own folder.
 
@@ -271,7 +248,7 @@ def check_file_name(name: str, what: str) -> str:
         InvalidCheckpointError: it has a folder, as ``../x``.
     """
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-        raise InvalidCheckpointError(f"{what} names the file {name!r}; expected a file of the same folder")
+        raise InvalidCheckpointError(f"{what} names the file {shown(name)}; expected a file of the same folder")
     return name
 
 
@@ -282,8 +259,20 @@ def whole(value: Any) -> int:
         ValueError: it is something else.
     """
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no whole number from 0 on")
+        raise ValueError(f"{shown(value)} is no whole number from 0 on")
     return value
+
+
+def sizes_of(values: Iterable[Any]) -> tuple[int, ...]:
+    """Return a shape of a file, whose elements a program can count.
+
+    Raises:
+        ValueError: it is none.
+    """
+    sizes = tuple(map(whole, values))
+    if len(sizes) > _DIMS or prod(size or 1 for size in sizes) > _ELEMENTS:
+        raise ValueError(f"{shown(list(sizes))} is no shape of a tensor")
+    return sizes
 
 
 def check_overlaps(file: str, entries: Sequence[Entry]) -> None:
@@ -306,10 +295,11 @@ def check_cover(where: str, entry: Entry, chunks: Sequence[Chunk]) -> None:
     Raises:
         InvalidCheckpointError: they overlap, leave elements out, or reach beyond the tensor.
     """
-    shape, text = entry.kind.shape, f"{where}: tensor {entry.name!r} of shape {list(entry.kind.shape)}"
+    shape, text = entry.kind.shape, f"{where}: tensor {shown(entry.name)} of shape {list(entry.kind.shape)}"
     for chunk in chunks:
-        ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if len(ends) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
+        same = len(chunk.offsets) == len(chunk.sizes) == len(shape)
+        boxes = zip(chunk.offsets, chunk.sizes, shape, strict=True) if same else ()
+        if not same or any(min(at, n) < 0 or at + n > size for at, n, size in boxes):
             raise InvalidCheckpointError(f"{text} has a chunk of {list(chunk.sizes)} at {list(chunk.offsets)}")
     if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
         raise InvalidCheckpointError(f"{text} has chunks of {sum(prod(each.sizes) for each in chunks):,} elements")

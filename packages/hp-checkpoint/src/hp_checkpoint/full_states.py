@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hp_checkpoint.api import flattened, read_values, save, versions
 from hp_checkpoint.dcp_export import to_dcp
+from hp_checkpoint.errors import InvalidCheckpointError, shown
 from hp_checkpoint.export import MODEL
 from hp_checkpoint.file_systems import FileSystemReader, HuggingFaceStorageReader, bytes_of
 from hp_checkpoint.loading import load_tensors
@@ -156,9 +157,15 @@ def _full_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
     for part, entries in manifest.parts.items():
         for name, entry in entries.items():
             tensors[part, name] = port().empty(entry.kind.dtype, entry.kind.shape)
-    state = read_values(manifest, folder, tensors.__getitem__)
+
+    def tensor(at: Address) -> Any:
+        if at not in tensors:
+            raise InvalidCheckpointError(f"{folder} has no tensor {shown(at[1])} in {shown(at[0])}, as its values say")
+        return tensors[at]
+
+    state = read_values(manifest, folder, tensor)
     for path, found in unreadable(state):
-        raise ValueError(f"load: {'.'.join(map(str, path))!r} can't be read: {found.text}")
+        raise ValueError(f"load: {shown('.'.join(map(str, path)))} can't be read: {found.text}")
     load_tensors(tensors, manifest, folder, Ranks(alone=True))
     if state is not None:
         return state

@@ -11,14 +11,15 @@ from typing import Any, Literal
 import numpy as np
 
 from hp_checkpoint.casts import CastTarget, casts
-from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
-from hp_checkpoint.files import Entry, strict_json
+from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError, shown
+from hp_checkpoint.files import Entry
+from hp_checkpoint.json_texts import strict_json
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.ranks import Ranks, describe
 from hp_checkpoint.reads import COLUMNS, Units, exchange, request_rows
 from hp_checkpoint.saving import STATE
 from hp_checkpoint.state import Address
-from hp_checkpoint.storage import opened, read_at, read_small
+from hp_checkpoint.storage import opened, read_at, read_json
 from hp_checkpoint.tensors import kind_of, stored_pieces
 from hp_checkpoint.transfers import Request, Target, Transfers
 
@@ -129,7 +130,7 @@ def load_tensors(
 def _near(name: str, names: Iterable[str]) -> str:
     """Return a near miss for an error; it compares with each name, so it is for the few that are shown."""
     near = difflib.get_close_matches(name, names, 1)
-    return f" (it has {near[0]!r})" if near else ""
+    return f" (it has {shown(near[0])})" if near else ""
 
 
 def _raised(failure: Exception | None) -> bytes:
@@ -145,7 +146,7 @@ def read_tree(manifest: Manifest, folder: Path) -> Any:
         InvalidCheckpointError: the file was changed.
     """
     path = folder / STATE
-    content = read_small(path)
+    content = read_json(path)
     data = np.frombuffer(content, np.uint8)
     if len(data) != manifest.files[STATE].size:
         raise InvalidCheckpointError(f"{path} has {len(data):,} bytes, expected {manifest.files[STATE].size:,}")

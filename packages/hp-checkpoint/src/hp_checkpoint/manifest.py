@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from hp_checkpoint.errors import InvalidCheckpointError
+from hp_checkpoint.errors import InvalidCheckpointError, shown
 from hp_checkpoint.files import (
     DTYPES,
     Chunk,
@@ -29,14 +29,15 @@ from hp_checkpoint.files import (
     check_cover,
     check_file_name,
     check_overlaps,
-    strict_json,
+    sizes_of,
     whole,
 )
+from hp_checkpoint.json_texts import strict_json
 from hp_checkpoint.pieces import gather
+from hp_checkpoint.storage import MANIFEST
 
 __all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "as_json", "checksum", "sealed"]
 
-MANIFEST = "manifest.json"
 VERSION = 2  # the first with tensors in chunks; a manifest without them is of version 1
 BLOCK = 8 << 20
 _LARGEST_BLOCK = 1 << 30  # a reader has memory for one
@@ -164,7 +165,8 @@ class Manifest:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             if isinstance(error, InvalidCheckpointError):
                 raise
-            raise InvalidCheckpointError(f"{where} is not a manifest: {type(error).__name__}: {error}") from None
+            text = f"{where} is not a manifest: {type(error).__name__}: {str(error)[:300]}"
+            raise InvalidCheckpointError(text) from None
 
     def verify(self, path: Path, start: int, data: np.ndarray) -> None:
         """Compare a range of a file, which doesn't cut a checksum's bytes, with its checksums.
@@ -256,21 +258,27 @@ def _parsed(tree: dict[str, Any], where: str) -> Manifest:
                 end = whole(offset) + prod(map(whole, sizes)) * DTYPES.get(dtype, 0)
                 if dtype not in DTYPES or file not in files or end > files[file].size:
                     raise InvalidCheckpointError(
-                        f"{where}: tensor {name!r}, {dtype} of shape {list(sizes)} at {offset} of {file!r}, is in no"
-                        " file of it"
+                        f"{where}: tensor {shown(name)}, {shown(dtype)} of shape {shown(list(sizes))} at"
+                        f" {shown(offset)} of {shown(file)}, is in no file of it"
                     )
                 by_file.setdefault(file, []).append(Entry(name, Kind(dtype, sizes), file, offset))
-            kind = Kind(dtype, tuple(map(whole, shape)))
+            kind = Kind(dtype, sizes_of(shape))
             parts[part][name] = _in_chunks(name, kind, place[0], where) if chunked else Entry(name, kind, *place)
     for file, entries in by_file.items():
         check_overlaps(f"{where}: {file}", entries)
-    return Manifest(tree["step"], parts, files, tree["aliases"], block_bytes, tree["versions"], _metric(tree))
+    step, versions, aliases = tree["step"], tree["versions"], tree["aliases"]
+    if step is not None:
+        whole(step)
+    for names in (versions, *aliases.values()):
+        if not isinstance(names, dict) or not all(isinstance(text, str) for text in names.values()):
+            raise ValueError(f"{shown(names)}, expected texts by name")
+    return Manifest(step, parts, files, aliases, block_bytes, versions, _metric(tree))
 
 
 def _in_chunks(name: str, kind: Kind, boxes: Sequence[Sequence[Any]], where: str) -> Entry:
     """Return a tensor that is stored in chunks, after a check that they are all of it."""
     if kind.dtype not in DTYPES:
-        raise InvalidCheckpointError(f"{where}: tensor {name!r} has dtype {kind.dtype!r}, which is not known")
+        raise InvalidCheckpointError(f"{where}: tensor {shown(name)} has dtype {shown(kind.dtype)}, which is not known")
     chunks = tuple(
         Chunk.dense(tuple(map(whole, start)), tuple(sizes), file, offset) for file, offset, start, sizes in boxes
     )

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hp_checkpoint.errors import InvalidCheckpointError
-from hp_checkpoint.files import Chunk, Entry, Kind
+from hp_checkpoint.errors import InvalidCheckpointError, shown
+from hp_checkpoint.files import Chunk, Entry, Kind, sizes_of
 from hp_checkpoint.manifest import FileSums, Manifest
 from hp_checkpoint.storage import opened, read_at
 
@@ -29,6 +29,7 @@ _DTYPES |= {"BFloat16": "BF16", "Bool": "BOOL", "Complex64": "C64"}
 _VARINT, _BYTES = 0, 2  # how a field is written
 _SUM = b"crc_num"  # begins a checksum after the last value
 _SHORT = 1 << 16
+_DIMS = 64
 
 
 @dataclass
@@ -59,7 +60,7 @@ def mindspore_file(path: Path) -> Manifest:
             known = tensors.setdefault(name, found)
             if known is not found:
                 if known.kind != found.kind:
-                    raise InvalidCheckpointError(f"{path}: {name!r} is {known.kind} and {found.kind}")
+                    raise InvalidCheckpointError(f"{path}: {shown(name)} is {known.kind} and {found.kind}")
                 known.ranges += found.ranges
     entries = {name: _entry(path, name, found) for name, found in tensors.items()}
     if not entries:
@@ -72,7 +73,7 @@ def _value(message: _Message, start: int, stop: int) -> tuple[str, _Found]:
     for number, kind, low, high in message.fields(start, stop):
         if kind != _BYTES or number not in (1, 2):
             raise InvalidCheckpointError(
-                f"{message.path}: {name!r} is no tensor, but a map of MindSpore; export it first"
+                f"{message.path}: {shown(name)} is no tensor, but a map of MindSpore; export it first"
             )
         if number == 1:
             name = message.content(low, high).decode("utf-8", "replace")
@@ -85,6 +86,8 @@ def _value(message: _Message, start: int, stop: int) -> tuple[str, _Found]:
     for number, kind, low, high in message.fields(*tensor):
         if (number, kind) == (1, _VARINT):
             shape.append(message.varint(low)[0])
+            if len(shape) > _DIMS:
+                raise message.wrong(low)
         elif (number, kind) == (2, _BYTES):
             dtype = message.content(low, high).decode("utf-8", "replace")
         elif (number, kind) == (3, _BYTES):
@@ -92,15 +95,18 @@ def _value(message: _Message, start: int, stop: int) -> tuple[str, _Found]:
         else:
             raise message.wrong(low)
     if dtype not in _DTYPES or _DTYPES[dtype] == "F8":
-        raise InvalidCheckpointError(f"{message.path}: {name!r} has dtype {dtype!r}, which safetensors lacks")
-    return name, _Found(Kind(_DTYPES[dtype], tuple(shape)), ranges)
+        raise InvalidCheckpointError(f"{message.path}: {shown(name)} has dtype {shown(dtype)}, which safetensors lacks")
+    try:
+        return name, _Found(Kind(_DTYPES[dtype], sizes_of(shape)), ranges)
+    except ValueError as error:
+        raise InvalidCheckpointError(f"{message.path}: {shown(name)}: {error}") from None
 
 
 def _entry(path: Path, name: str, found: _Found) -> Entry:
     size, kind = found.kind.itemsize, found.kind
     total = sum(length for _, length in found.ranges)
     if total != kind.nbytes or any(length % size for _, length in found.ranges):
-        raise InvalidCheckpointError(f"{path}: {name!r}, {kind}, has {total} bytes, expected {kind.nbytes}")
+        raise InvalidCheckpointError(f"{path}: {shown(name)}, {kind}, has {total} bytes, expected {kind.nbytes}")
     if len(found.ranges) == 1:
         return Entry(name, kind, path.name, found.ranges[0][0])
     chunks, at = [], 0

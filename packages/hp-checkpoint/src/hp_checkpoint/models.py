@@ -9,6 +9,7 @@ from typing import Any
 
 from hp_checkpoint.api import versions
 from hp_checkpoint.conversions import dtype_named, name_of_dtype
+from hp_checkpoint.errors import shown
 from hp_checkpoint.export import MODEL, with_dtype
 from hp_checkpoint.loading import Verify, load_tensors
 from hp_checkpoint.manifest import Manifest
@@ -149,5 +150,5 @@ def check_unexpected(names: set[str], manifest: Manifest) -> None:
     if unexpected:
         raise ValueError(
             f"load: the checkpoint has {len(unexpected)} of {len(saved)} tensors that the model lacks:"
-            f" {', '.join(map(repr, unexpected[:5]))}. It is of another model"
+            f" {', '.join(map(shown, unexpected[:5]))}. It is of another model"
         )

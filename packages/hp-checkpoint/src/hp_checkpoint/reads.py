@@ -43,6 +43,10 @@ class Units:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    def size(self, unit: int) -> int:
+        """Return the bytes of a unit."""
+        return int(self.starts[unit + 1] - self.starts[unit])
+
     def range_of(self, unit: int, file: int) -> tuple[int, int]:
         """Return where a unit starts and ends in its file."""
         return int(self.starts[unit] - self.bases[file]), int(self.starts[unit + 1] - self.bases[file])

@@ -14,7 +14,7 @@ from typing import Literal
 
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.manifest import MANIFEST, Manifest
-from hp_checkpoint.storage import new_nonce, part_folder, read_small
+from hp_checkpoint.storage import new_nonce, part_folder, read_json
 
 __all__ = ["Keep", "metrics_in", "prune", "remove", "step_folder", "steps_in"]
 
@@ -116,7 +116,7 @@ def metrics_in(folder: Path, steps: Iterable[int]) -> tuple[dict[int, float | No
     for step in steps:
         path = step_folder(folder, step) / MANIFEST
         try:
-            metrics[step] = Manifest.from_bytes(read_small(path), str(path)).metric
+            metrics[step] = Manifest.from_bytes(read_json(path), str(path)).metric
         except FileNotFoundError:  # another process removed it
             metrics[step] = None
         except InvalidCheckpointError:
@@ -127,9 +127,13 @@ def metrics_in(folder: Path, steps: Iterable[int]) -> tuple[dict[int, float | No
 def remove(folder: Path) -> None:
     """Remove a checkpoint; what an interruption leaves is none, and the next save removes it.
 
-    Another process may have removed it just before: the command ``prune`` beside a training.
+    Of a link, what it leads to stays. Another process may have removed it just before: the command ``prune`` beside a
+    training.
     """
     rest = part_folder(folder, new_nonce())
     with suppress(FileNotFoundError):
+        if folder.is_symlink():
+            folder.unlink()
+            return
         os.rename(folder, rest)
     shutil.rmtree(rest, ignore_errors=True)

@@ -14,6 +14,7 @@ import xxhash
 
 from hp_checkpoint.arrangements import Files, Layout, Output, in_files, in_shards
 from hp_checkpoint.files import LIMIT, index_of
+from hp_checkpoint.json_texts import check_values
 from hp_checkpoint.manifest import BLOCK, MANIFEST, FileSums, Manifest, checksum, sealed
 from hp_checkpoint.pieces import Piece, clip, gather
 from hp_checkpoint.probe import agreed_layout
@@ -23,6 +24,7 @@ from hp_checkpoint.state import State
 from hp_checkpoint.storage import (
     check_space,
     commit,
+    followed,
     in_progress,
     make_folder,
     new_nonce,
@@ -53,6 +55,7 @@ class Prepared:
         target: the checkpoint's folder.
         part: the folder until the commit.
         block_bytes: bytes of a checksum's block.
+        run: the folder that has the checkpoint's name; another one than the target's where that name is a link.
     """
 
     outputs: tuple[Output, ...]
@@ -61,6 +64,7 @@ class Prepared:
     target: Path
     part: Path
     block_bytes: int
+    run: Path
 
 
 def save_state(
@@ -125,11 +129,13 @@ def prepare_save(
     layout: Layout = "auto",
 ) -> Prepared:
     """Plan a save and create its folder; the arguments are those of `save_state`."""
+    run, target = target.parent, followed(target)
     wait_for_saves(target)
     plan = plan_save(state, str(target), step, ranks, metric=metric, limit=limit, layout=layout)
     agreed = agreed_layout(layout, target, ranks)
     arranged = (in_shards if agreed == "shards" else in_files)(plan, state, ranks)
     small = {**_own_texts(plan, agreed), **(texts or {})}
+    check_values(small[STATE], sum(arranged.sizes.values()), f"save: {target / STATE}")
     nonce = ranks.first(lambda: _prepare(target, arranged.needed, overwrite), "save").decode()
     aliases: dict[str, dict[str, str]] = {}
     for (part, name), (_, first) in plan.aliases.items():
@@ -140,7 +146,7 @@ def prepare_save(
     leads = ranks.rank == ranks.leader
     beside = [_small(name, content) for name, content in small.items()] if leads else []
     own, names = (*arranged.outputs, *beside), (*arranged.names, *small)
-    return Prepared(own, names, tree, target, part_folder(target, nonce), block_bytes)
+    return Prepared(own, names, tree, target, part_folder(target, nonce), block_bytes, run)
 
 
 def finish(part: Path, target: Path, tree: dict[str, Any], names: Sequence[str], rows: Iterable[bytes]) -> bytes:

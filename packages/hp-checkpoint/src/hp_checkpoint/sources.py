@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from hp_checkpoint.dcp import dcp_manifest, is_dcp
-from hp_checkpoint.errors import InvalidCheckpointError
-from hp_checkpoint.files import Entry, check_file_name, header_length, read_header, strict_json
+from hp_checkpoint.errors import InvalidCheckpointError, shown
+from hp_checkpoint.files import Entry, check_file_name, header_length, read_header
+from hp_checkpoint.json_texts import strict_json
 from hp_checkpoint.manifest import MANIFEST, FileSums, Manifest
 from hp_checkpoint.mindspore_files import mindspore_file
-from hp_checkpoint.storage import local_folder, opened, read_at, read_small
+from hp_checkpoint.storage import local_folder, opened, read_at, read_json
 from hp_checkpoint.torch_files import torch_file
 
 __all__ = ["TORCH_FILES", "has_safetensors", "open_checkpoint", "open_source"]
@@ -39,10 +40,13 @@ def open_checkpoint(folder: Path) -> Manifest:
         has = f"; {folder.parent} has the checkpoints {', '.join(beside[-5:])}" if beside else ""
         raise FileNotFoundError(f"there is no checkpoint {folder}{has}")
     if os.path.lexists(folder / MANIFEST):
-        return Manifest.from_bytes(read_small(folder / MANIFEST), str(folder / MANIFEST))
+        return Manifest.from_bytes(read_json(folder / MANIFEST), str(folder / MANIFEST))
     if (folder / _INDEX).exists():
-        index = strict_json(read_small(folder / _INDEX), _INDEX)
-        files = sorted({check_file_name(name, _INDEX) for name in dict(index.get("weight_map", {})).values()})
+        what = str(folder / _INDEX)
+        names = strict_json(read_json(folder / _INDEX), what).get("weight_map")
+        if not isinstance(names, dict):
+            raise InvalidCheckpointError(f"{what} has the weight_map {shown(names)}, expected files by tensors")
+        files = sorted({check_file_name(name, what) for name in names.values()})
         return _of_headers(folder, files)
     if (folder / _SINGLE).exists():
         return _of_headers(folder, [_SINGLE])
@@ -98,12 +102,16 @@ def _of_headers(folder: Path, files: Iterable[str]) -> Manifest:
             size = os.fstat(descriptor).st_size
             prefix = np.empty(min(8, size), np.uint8)
             read_at(descriptor, prefix, 0, path)
-            content = np.empty(header_length(name, size, prefix.tobytes()), np.uint8)
-            read_at(descriptor, content, 8, path)
-        for entry in read_header(name, size, prefix.tobytes(), content.tobytes()):
+            try:
+                content = np.empty(header_length(name, size, prefix.tobytes()), np.uint8)
+                read_at(descriptor, content, 8, path)
+                listed = read_header(name, size, prefix.tobytes(), content.tobytes())
+            except InvalidCheckpointError as error:
+                raise InvalidCheckpointError(f"{folder}: {error}") from None
+        for entry in listed:
             if entry.name in entries:
                 raise InvalidCheckpointError(
-                    f"{folder}: tensor {entry.name!r} is in {entries[entry.name].file} and {name}"
+                    f"{folder}: tensor {shown(entry.name)} is in {entries[entry.name].file} and {name}"
                 )
             entries[entry.name] = entry
         sizes[name] = FileSums(size, ())

@@ -122,12 +122,13 @@ def _advice(value: Any) -> str:
     return "Save its state_dict()" if hasattr(value, "state_dict") else "Convert it, as by .item() or str()"
 
 
-def decode(tree: Any, tensor: Callable[[Address], Any]) -> Any:
+def decode(tree: Any, tensor: Callable[[Address], Any], where: str) -> Any:
     """Return the state of a tree: the inverse of `flatten`.
 
     Args:
         tree: of JSON.
         tensor: returns the tensor of an address.
+        where: the tree's place, for errors.
 
     Raises:
         InvalidCheckpointError: the tree is none that `flatten` makes.
@@ -136,7 +137,7 @@ def decode(tree: Any, tensor: Callable[[Address], Any]) -> Any:
         return _decoded(tree, tensor)
     except (IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InvalidCheckpointError(
-            f"the values beside the tensors can't be read: {type(error).__name__}: {error}"
+            f"the values beside the tensors in {where} can't be read: {type(error).__name__}: {str(error)[:300]}"
         ) from None
 
 

@@ -24,10 +24,14 @@ from pathlib import Path
 import numpy as np
 
 from hp_checkpoint.errors import InvalidCheckpointError
+from hp_checkpoint.json_texts import check_values
 
 __all__ = [
+    "MANIFEST",
+    "bytes_beside",
     "check_space",
     "commit",
+    "followed",
     "in_progress",
     "local_folder",
     "make_folder",
@@ -35,6 +39,7 @@ __all__ = [
     "opened",
     "part_folder",
     "read_at",
+    "read_json",
     "read_small",
     "remove_rests",
     "sync",
@@ -43,6 +48,7 @@ __all__ = [
     "write_small",
 ]
 
+MANIFEST = "manifest.json"
 _PART = ".part-"
 _NONCE = re.compile(r".+\.part-[0-9a-f]{12}")  # a folder of a similar name is not ours to remove
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/+")  # one slash is left of two in a Path
@@ -69,6 +75,11 @@ def local_folder(place: str | os.PathLike[str]) -> Path:
             " system and save with layout='shards', or copy a checkpoint's folder there once it is complete"
         )
     return Path(text).absolute()
+
+
+def followed(target: Path) -> Path:
+    """Return where a checkpoint is that is saved under a name; a link stays, and so does the disk that it leads to."""
+    return Path(os.path.realpath(target)) if target.is_symlink() else target
 
 
 def new_nonce() -> str:
@@ -107,7 +118,10 @@ def remove_rests(part: Path) -> None:
         if not _NONCE.fullmatch(folder.name) or folder == part:
             continue
         with suppress(OSError):
-            if now - folder.stat().st_mtime < _NEW:
+            if now - folder.lstat().st_mtime < _NEW:
+                continue
+            if folder.is_symlink():
+                folder.unlink()
                 continue
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
@@ -138,8 +152,10 @@ def check_space(folder: Path, needed: int) -> None:
 def opened(path: Path, *, write: bool = False) -> Iterator[int]:
     """Open a regular file, which is created for writing.
 
+    A link is followed in a folder without a manifest, such as a snapshot in the hub's cache. No checkpoint has one.
+
     Raises:
-        InvalidCheckpointError: to be read, it is a link, a pipe or another special file.
+        InvalidCheckpointError: to be read, it is a link of a checkpoint, a pipe or another special file.
         OSError: it can't be opened.
     """
     flags = os.O_WRONLY | os.O_CREAT if write else os.O_RDONLY | os.O_NONBLOCK
@@ -148,7 +164,9 @@ def opened(path: Path, *, write: bool = False) -> Iterator[int]:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise InvalidCheckpointError(f"{path} is a link; expected a regular file") from None
+        if write or os.path.lexists(path.with_name(MANIFEST)):
+            raise InvalidCheckpointError(f"{path} is a link; expected a regular file") from None
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise InvalidCheckpointError(f"{path} is no regular file")
@@ -211,6 +229,24 @@ def read_small(path: Path, limit: int = 1 << 30) -> bytes:
         data = np.empty(size, np.uint8)
         read_at(descriptor, data, 0, path)
     return data.tobytes()
+
+
+def bytes_beside(path: Path) -> int:
+    """Return how many bytes the other files of a file's folder have."""
+    with os.scandir(path.parent) as found:
+        return sum(each.stat().st_size for each in found if each.name != path.name and each.is_file())
+
+
+def read_json(path: Path) -> bytes:
+    """Read a complete file of JSON, which may have many values only where it describes much data.
+
+    Raises:
+        InvalidCheckpointError: as `read_small`, or it has too many values.
+        OSError: it can't be read.
+    """
+    content = read_small(path)
+    check_values(content, bytes_beside(path), str(path))
+    return content
 
 
 def sync(descriptor: int, path: Path) -> None:

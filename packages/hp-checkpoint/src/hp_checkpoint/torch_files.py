@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from hp_checkpoint.archives import TORCH_NAMES, Archive
-from hp_checkpoint.errors import InvalidCheckpointError
+from hp_checkpoint.errors import InvalidCheckpointError, shown
 from hp_checkpoint.files import Chunk, Entry, Kind
 from hp_checkpoint.manifest import FileSums, Manifest
 from hp_checkpoint.pickles import StoredTensor, tensor_names
 from hp_checkpoint.state import TensorPlace, address, top_part
 from hp_checkpoint.storage import opened
+from hp_checkpoint.unpickling import Ordered
 
 __all__ = ["torch_file"]
-
-
-class _Ordered(dict[Any, Any]):
-    """An ordered dictionary, which may have attributes, as a state of a module has its ``_metadata``."""
 
 
 def torch_file(path: Path) -> tuple[Manifest, Any]:
@@ -35,7 +32,7 @@ def torch_file(path: Path) -> tuple[Manifest, Any]:
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         archive = Archive(descriptor, path, 0, size, size, str(path))
-        state = archive.content({**tensor_names(), ("collections", "OrderedDict"): _Ordered})
+        state = archive.content(tensor_names(Ordered))
         if not isinstance(state, Mapping):
             raise InvalidCheckpointError(f"{path} has a {type(state).__name__}, expected a dictionary")
         top = top_part(state)
@@ -45,7 +42,7 @@ def torch_file(path: Path) -> tuple[Manifest, Any]:
             at = TensorPlace(address(keys, top))
             entry = _entry(path, archive, at[1], tensor)
             if parts.setdefault(at[0], {}).setdefault(at[1], entry) is not entry:
-                raise InvalidCheckpointError(f"{path} has two tensors that are {at[1]!r} in {at[0]!r} here")
+                raise InvalidCheckpointError(f"{path} has two tensors that are {shown(at[1])} in {at[0]!r} here")
             return at
 
         tree = _placed(state, (), place)
@@ -64,9 +61,9 @@ def _placed(value: Any, keys: tuple[Any, ...], place: Callable[[StoredTensor, tu
 
 
 def _entry(path: Path, archive: Archive, name: str, tensor: StoredTensor) -> Entry:
-    where = f"{path}: {name!r}"
+    where = f"{path}: {shown(name)}"
     if tensor.dtype not in TORCH_NAMES:
-        raise InvalidCheckpointError(f"{where} has dtype {tensor.dtype}, which safetensors lacks")
+        raise InvalidCheckpointError(f"{where} has dtype {shown(tensor.dtype)}, which safetensors lacks")
     if any(size > 1 and not stride for size, stride in zip(tensor.size, tensor.stride, strict=True)):
         raise InvalidCheckpointError(f"{where} repeats elements (strides {tensor.stride}); save it after .contiguous()")
     kind = Kind(TORCH_NAMES[tensor.dtype], tensor.size)

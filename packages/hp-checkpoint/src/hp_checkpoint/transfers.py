@@ -80,7 +80,7 @@ class Transfers:
         self._plan, self._units, self._requests = plan, units, requests
         self._receives = _by_round(plan.receives)
         self._manifest, self._paths, self._ranks = manifest, paths, ranks
-        self._buffer = np.empty(manifest.block_bytes if plan.units else 0, np.uint8)
+        self._buffer = np.empty(max((units.size(unit) for _, unit in plan.units), default=0), np.uint8)
         self._shared = HostMemory(PER_ROUND + manifest.block_bytes, ranks) if plan.remote else None
         self._offered: dict[int, int] = {}  # of each rank that copies from this one's memory, the last round
 

@@ -70,7 +70,7 @@ def _run(job: Mapping[str, Any], arena: Arena) -> None:
         rows = _gathered(part, job["size"])
         finish(part, Path(job["target"]), job["tree"], job["names"], rows)
         if job["keep"] is not None:
-            prune(Path(job["target"]).parent, Keep(**job["keep"]), job["tree"]["step"])
+            prune(Path(job["run"]), Keep(**job["keep"]), job["tree"]["step"])
 
 
 @contextmanager
