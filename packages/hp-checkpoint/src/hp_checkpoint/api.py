@@ -12,7 +12,7 @@ from hp_checkpoint.arrangements import Layout, check_layout
 from hp_checkpoint.dcp import dcp_values, is_dcp
 from hp_checkpoint.file_systems import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader, bytes_of, place_of
 from hp_checkpoint.loading import Verify, load_tensors, read_tree
-from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.manifest import Manifest, entry_of
 from hp_checkpoint.planners import StandardLoadPlanner, StandardSavePlanner, planner_or
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.saving import STATE, save_state
@@ -196,7 +196,7 @@ def _of_load(state_dict: dict[str, Any], manifest: Manifest, saved: Any, partial
     there = flatten(present(state_dict, saved), top=top_part(saved), to_load=True)
     places = {*there.tensors, *there.aliases}
     for at in () if partial else {*state.tensors, *state.aliases} - places:
-        if manifest.entry(at) is not None:
+        if entry_of(manifest, at) is not None:
             raise ValueError(
                 f"load: the checkpoint has {at[1]!r} in another place than this state; name it as it was saved"
             )

@@ -14,7 +14,7 @@ from hp_checkpoint.casts import CastTarget, casts
 from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError, shown
 from hp_checkpoint.files import Entry
 from hp_checkpoint.json_texts import strict_json
-from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.manifest import Manifest, entry_of
 from hp_checkpoint.ranks import Ranks, describe
 from hp_checkpoint.reads import COLUMNS, Units, exchange, request_rows
 from hp_checkpoint.saving import STATE
@@ -45,7 +45,7 @@ def check_entries(
     result: dict[Address, Entry] = {}
     missing, faults, convertible = [], [], False
     for (part, name), value in wanted.items():
-        entry = manifest.entry((part, name))
+        entry = entry_of(manifest, (part, name))
         kind = kind_of(name, value)
         if entry is None:
             missing.append((part, name))

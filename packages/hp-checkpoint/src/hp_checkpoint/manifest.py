@@ -36,7 +36,7 @@ from hp_checkpoint.json_texts import strict_json
 from hp_checkpoint.pieces import gather
 from hp_checkpoint.storage import MANIFEST
 
-__all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "as_json", "checksum", "sealed"]
+__all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "as_json", "checksum", "entry_of", "sealed"]
 
 VERSION = 2  # the first with tensors in chunks; a manifest without them is of version 1
 BLOCK = 8 << 20
@@ -109,12 +109,6 @@ class Manifest:
     block_bytes: int = BLOCK
     versions: Mapping[str, str] = field(default_factory=dict)
     metric: float | None = None
-
-    def entry(self, address: tuple[str, str]) -> Entry | None:
-        """Return the tensor of an address, its part and its name, which may be another name of it; None without."""
-        part, name = address
-        entries = self.parts.get(part, {})
-        return entries.get(name) or entries.get(self.aliases.get(part, {}).get(name, ""))
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
@@ -201,6 +195,13 @@ class Manifest:
         if names:
             return f"tensor {', '.join(map(repr, names[:3]))}"
         return "the header" if places else "its content"
+
+
+def entry_of(manifest: Manifest, address: tuple[str, str]) -> Entry | None:
+    """Return the tensor of an address, its part and its name, which may be another name of it; None without."""
+    part, name = address
+    entries = manifest.parts.get(part, {})
+    return entries.get(name) or entries.get(manifest.aliases.get(part, {}).get(name, ""))
 
 
 def _places(entry: Entry) -> Iterator[tuple[str, int, int]]:

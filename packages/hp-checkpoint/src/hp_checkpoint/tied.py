@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hp_checkpoint.files import Entry
-from hp_checkpoint.manifest import Manifest
+from hp_checkpoint.manifest import Manifest, entry_of
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.state import Address, State
 from hp_checkpoint.streams import read_range
@@ -42,17 +42,19 @@ def checked_tensors(state: State, manifest: Manifest, folder: Path, ranks: Ranks
     pairs: set[tuple[Address, Address]] = set()
     tensors: dict[Address, Any] = {}
     for first, addresses in names.items():
-        there = [each for each in addresses if manifest.entry(each) is not None] or [first]
+        there = [each for each in addresses if entry_of(manifest, each) is not None] or [first]
         tensors[there[0]] = state.tensors[first]
-        own = manifest.entry(there[0])
-        pairs |= {(min(each, there[0]), max(each, there[0])) for each in there[1:] if manifest.entry(each) is not own}
+        own = entry_of(manifest, there[0])
+        pairs |= {
+            (min(each, there[0]), max(each, there[0])) for each in there[1:] if entry_of(manifest, each) is not own
+        }
     everyones = ranks.agree(lambda: json.dumps(sorted(pairs)).encode(), "load")
     union = {tuple(map(tuple, pair)) for each in dict.fromkeys(everyones) for pair in json.loads(each)}
     if not union:
         return tensors
 
     def compare() -> bytes:
-        entries = {each: manifest.entry(each) for pair in union for each in pair}
+        entries = {each: entry_of(manifest, each) for pair in union for each in pair}
         different = [pair for pair in sorted(union) if not _equal(entries[pair[0]], entries[pair[1]], folder, ranks)]
         return json.dumps(different).encode()
 
