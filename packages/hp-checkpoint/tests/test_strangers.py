@@ -13,6 +13,7 @@ import pytest
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, save
 from hp_checkpoint.manifest import Manifest, sealed
+from hp_checkpoint.state import decode
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import hostile
@@ -79,6 +80,12 @@ def test_a_key_that_is_there_twice(checkpoint):
     sum_of = hashlib.blake2b(body, digest_size=16).hexdigest()
     with pytest.raises(InvalidCheckpointError, match="m has the key 'model' twice"):
         Manifest.from_bytes(body + f',"hash":"{sum_of}"}}'.encode(), "m")
+
+
+@pytest.mark.parametrize("place", [[{}, "w"], ["model", 1], ["model"], 5])
+def test_a_place_of_a_tensor_that_is_none(place):
+    with pytest.raises(InvalidCheckpointError, match="the values beside the tensors in here can't be read: "):
+        decode({"w": {"__tensor__": place}}, dict, "here")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors", "optimizer.safetensors"])

@@ -147,6 +147,8 @@ def _decoded(tree: Any, tensor: Callable[[Address], Any]) -> Any:
             mark, inner = next(iter(tree.items()))
             if mark == _TENSOR:
                 part, name = inner
+                if not isinstance(part, str) or not isinstance(name, str):
+                    raise ValueError(f"a tensor's place is {shown(inner)}")
                 return tensor((part, name))
             if mark == _FLOAT:
                 return float(inner)
