@@ -116,8 +116,9 @@ class Writer:
             "run": str(prepared.run),
             "keep": None if keep is None or not first else asdict(keep),
         }
+        part = prepared.part  # what is noted keeps no tensor alive
         if first:  # the writer that renames the folder, or removes it
-            begun(prepared.target, lambda: not prepared.part.exists() or process.poll() is not None)
+            begun(prepared.target, lambda: not part.exists() or process.poll() is not None)
         send(process.stdin, job)  # type: ignore[arg-type]
 
     def done(self) -> bool:

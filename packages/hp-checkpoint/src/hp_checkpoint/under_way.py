@@ -20,6 +20,10 @@ def begun(target: Path, ended: Callable[[], bool]) -> None:
         target: the checkpoint's folder.
         ended: tells whether the save is complete or has failed.
     """
+    for place in list(_saves):
+        _saves[place] = [each for each in _saves[place] if not each()]
+        if not _saves[place]:
+            del _saves[place]
     _saves.setdefault(os.path.realpath(target), []).append(ended)
 
 
