@@ -20,6 +20,7 @@ from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.linting import examine
 from hp_plan.memory import BYTES, training_bytes
 from hp_plan.outline import ModelOutline, block_lists, matching, positions
+from hp_plan.pipelines import micro_batches, samples
 from hp_plan.plan import ParallelPlan, read_plan
 from hp_plan.port import build, models
 from hp_platform import get_platform
@@ -86,7 +87,7 @@ def propose(tables: Mapping[str, Any], ranks: int, *, memory: int | None = None)
         raise PlanError(diagnostics)
     model = builder.build_empty(given)
     outline = models().outline(model)
-    counts = _Counts(model, outline)
+    counts = _Counts(model, outline, given.run.dtype)
     least: tuple[int, ParallelPlan] | None = None
     refusals: list[Diagnostic] = []
     for candidate in _candidates(tables, outline, ranks):
@@ -155,29 +156,44 @@ class _Counts:
     Args:
         model: on meta.
         outline: of it.
+        dtype: of its weights.
     """
 
-    def __init__(self, model: Any, outline: ModelOutline) -> None:
-        self._model, self._outline = model, outline
+    def __init__(self, model: Any, outline: ModelOutline, dtype: str) -> None:
+        self._model, self._outline, self._dtype = model, outline, dtype
         names = [name for pattern in block_lists(outline) for name in matching(pattern, outline.names)]
         self.blocks = len(names)
         sizes = [self._elements(name) for name in names]
         self._largest, self._rest = max(sizes, default=0), outline.elements - sum(sizes)
-        self._saved: dict[int, float | None] = {}
+        self._saved: dict[int, tuple[float, float] | None] = {}
 
     def _elements(self, block: str) -> int:
         inside = (each for name, each in self._outline.modules.items() if name == block or name.startswith(f"{block}."))
         return sum(math.prod(shape) for module in inside for shape in module.shapes.values())
 
-    def _sample(self, length: int) -> float | None:
-        """Return bytes that backward needs of a sample, in the dtype of the weights."""
+    def _sample(self, length: int) -> tuple[float, float] | None:
+        """Return bytes that backward needs of a sample, in the dtype of the weights: hidden states, and the rest."""
         if length not in self._saved:
-            try:
-                split = split_model(models().base(self._model), 1, example=models().example(1, length))
-                self._saved[length] = split.stages[0].saved
-            except (ValueError, NotImplementedError):
-                self._saved[length] = None
+            self._saved[length] = self._traced(length) or self._counted(length)
         return self._saved[length]
+
+    def _traced(self, length: int) -> tuple[float, float] | None:
+        width = self._width()
+        return models().saved_bytes(models().base(self._model), length, width) if width else None
+
+    def _counted(self, length: int) -> tuple[float, float] | None:
+        """Count by shapes alone: see `split_model`; the input and the output of each norm are hidden states."""
+        try:
+            saved = split_model(models().base(self._model), 1, example=models().example(1, length)).stages[0].saved
+        except (ValueError, NotImplementedError):
+            return None
+        norms = [each for each in self._outline.modules.values() if each.shapes and _is_vector(each.shapes)]
+        entries = sum(math.prod(shape) for each in norms for shape in each.shapes.values())
+        hidden = min(saved, 2.0 * length * entries * BYTES[self._dtype])
+        return hidden, saved - hidden
+
+    def _width(self) -> int:
+        return getattr(self._outline.config, "hidden_size", 0) or 0
 
     def estimate(self, plan: ParallelPlan) -> Estimate:
         """Count the bytes of a rank."""
@@ -188,16 +204,40 @@ class _Counts:
         sample = self._sample(plan.data.sequence_length)
         if sample is None:
             return Estimate(training_bytes(plan, self._outline), gathered, None)
-        parts = mesh.pp * 2 if mesh.pp > 1 else plan.run.accumulate
-        # The first stage of a pipeline has as many micro-batches at a time as there are stages, and its part of each.
-        rows = max(1, plan.data.batch_size // mesh.data_parallel // parts)
-        saved = sample * own / BYTES[plan.run.dtype] / mesh.tp * rows
+        parts = micro_batches(plan) if mesh.pp > 1 else plan.run.accumulate
+        rows = max(1, samples(plan) // parts)
+        tokens = rows * plan.data.sequence_length / mesh.cp
+        # Ranks of `tp` share heads and features. Hidden states are whole: norms save them, or matrices do, gathered.
+        hidden, rest = sample
+        saved = (hidden + rest / mesh.tp) * own / BYTES[self._dtype] * rows / mesh.cp * _in_flight(plan)
+        if mesh.cp > 1:
+            saved *= _EXCHANGED
         if plan.memory.recompute and self.blocks:
-            width = getattr(self._outline.config, "hidden_size", 0) or 0
-            saved = saved / self.blocks + self.blocks * rows * plan.data.sequence_length * width * own
+            saved = saved / self.blocks + self.blocks * tokens * self._width() * own
         vocabulary = getattr(self._outline.config, "vocab_size", 0) or 0
-        logits = 2 * 4 * rows * plan.data.sequence_length * vocabulary // mesh.tp
-        return Estimate(training_bytes(plan, self._outline), gathered, int(saved) + logits)
+        # The last stage of a pipeline has logits, and fewer micro-batches than the first.
+        copies = 0 if mesh.pp > 1 else _LOGITS if mesh.tp == 1 else _LOGITS + _GATHERED_LOGITS
+        return Estimate(training_bytes(plan, self._outline), gathered, int(saved + copies * 4 * tokens * vocabulary))
+
+
+_EXCHANGED = 1.15  # queries, keys and values are saved as they are exchanged over ranks, too
+_LOGITS = 3  # themselves, their logarithms and their gradient
+_GATHERED_LOGITS = 2  # and parts of them, before they are gathered, with gradients
+
+
+def _in_flight(plan: ParallelPlan) -> float:
+    """Return how many micro-batches, each of the whole model, a rank with a stage of it has at a time."""
+    pp, name = plan.mesh.pp, plan.pipeline.schedule
+    if pp == 1:
+        return 1.0
+    # The first stage of 1F1B has begun one micro-batch more than there are stages. Schedules that put
+    # the weights' gradients off keep what these need, and the gradients of outputs.
+    count = micro_batches(plan) if name == "gpipe" else pp + 1 if name == "1f1b" else 1.5 * pp
+    return min(count, micro_batches(plan)) / pp
+
+
+def _is_vector(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    return all(len(shape) < 2 for shape in shapes.values())
 
 
 def _reasons(plan: ParallelPlan, outline: ModelOutline, memory: int | None) -> dict[str, str]:

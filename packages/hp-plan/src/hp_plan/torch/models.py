@@ -20,6 +20,7 @@ from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
 from hp_plan.plan import ParallelPlan
 from hp_plan.torch import context
 from hp_plan.torch import pretrained as library
+from hp_plan.torch.saved import saved_bytes as saved_bytes
 from hp_platform.extend import map_nested
 from hp_styles.extend import hook
 from hp_styles.torch.extend import modules as styles_modules
