@@ -8,6 +8,7 @@ process is killed, or the call fails there and ever after as on a full disk or a
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import shutil
@@ -113,7 +114,7 @@ def job_of(state: Mapping[str, Any], target: Path, keep: Keep, layout: Any = "fi
     """Return what a writer process does for a save beside the training."""
     sent: list[Mapping[str, Any]] = []
     background.send = lambda _, job: sent.append(job)
-    process = types.SimpleNamespace(stdin=sys.stdin, stdout=sys.stdout, poll=lambda: 0)
+    process = argparse.Namespace(stdin=sys.stdin, stdout=sys.stdout, poll=lambda: 0)
     background.subprocess = types.SimpleNamespace(Popen=lambda *_, **__: process, PIPE=None)
     writer._reply = lambda **_: None
     own, ranks = background.Writer(), Ranks(alone=True)

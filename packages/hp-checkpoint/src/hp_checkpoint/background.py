@@ -6,6 +6,7 @@ import select
 import subprocess
 import sys
 import threading
+import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -116,9 +117,9 @@ class Writer:
             "run": str(prepared.run),
             "keep": None if keep is None or not first else asdict(keep),
         }
-        part = prepared.part  # what is noted keeps no tensor alive
+        part, found = prepared.part, weakref.ref(process)  # what is noted keeps nothing alive
         if first:  # the writer that renames the folder, or removes it
-            begun(prepared.target, lambda: not part.exists() or process.poll() is not None)
+            begun(prepared.target, lambda: not part.exists() or (own := found()) is None or own.poll() is not None)
         send(process.stdin, job)  # type: ignore[arg-type]
 
     def done(self) -> bool:
