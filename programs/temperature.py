@@ -1,5 +1,6 @@
 # /// program
 # ranks = 2
+# short = true
 # ///
 """Logits divided by a temperature in place, as libraries for reinforcement learning do."""
 
