@@ -52,7 +52,7 @@ def test_memory_decides():
     split = proposed("6GiB")
     assert split.mesh.tp > 1 and split.mesh.world_size == 8
     with pytest.raises(
-        PlanError, match=r"8 ranks of 1 GiB can't train the model: .* needs least, 2\.\d+ GiB a rank; give"
+        PlanError, match=r"8 ranks of 1 GiB can't train the model: .* needs least, 3\.\d+ GiB a rank; give"
     ):
         proposed("1GiB")
     with pytest.raises(PlanError, match=r"--memory: .*; write for example --memory 64GiB"):
