@@ -276,7 +276,7 @@ def unknown_dtype(manifest: dict) -> None:
         (link, r"model.safetensors is a link; expected a regular file"),
         (lambda f: rewritten(f, outside), r"names the file '../x'; expected a file of the same folder"),
         (lambda f: rewritten(f, uncovered), r"the checksums of model.safetensors are of \d+ bytes of block 0"),
-        (lambda f: rewritten(f, unknown_dtype), r"tensor 'w0', F3 of shape .* is in no file of it"),
+        (lambda f: rewritten(f, unknown_dtype), r"tensor 'w0', 'F3' of shape .* is in no file of it"),
         (lambda f: rewritten(f, lambda m: m.update(version=7)), r"format version 7, this hp-checkpoint reads up to 2"),
         (lambda f: (f / "manifest.json").write_text("{}"), r"its hash is wrong: the file was changed, or not written"),
         (lambda f: (f / "model.safetensors").unlink(), r"ENOENT: No such file or directory: .*model.safetensors"),
