@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +28,7 @@ from hp_checkpoint.state import (
     present,
     top_part,
     values_of,
+    without_tensors,
 )
 from hp_checkpoint.tied import checked_tensors
 
@@ -152,9 +154,14 @@ def load(
         values_to_set = [] if saved is None else list(changes(state_dict, saved, partial=partial))
         state = _of_load(state_dict, manifest, saved, partial)
         opened.extend([folder, manifest, state, values_to_set, partial])
-        return b""
+        return json.dumps(list(without_tensors(state_dict, saved))).encode()
 
-    ranks.agree(prepare, "load")
+    empty = [set(json.loads(each)) for each in ranks.agree(prepare, "load")]
+    if nowhere := sorted(set.intersection(*empty)):
+        raise ValueError(
+            f"load: {nowhere[0]!r} is empty, and the checkpoint has tensors in it, which are loaded into tensors alone."
+            " Make them first, as an optimizer does in its first step, or leave the key out"
+        )
     folder, manifest, state, values_to_set, partial = opened
     tensors = checked_tensors(state, manifest, folder, ranks)
     share = broadcast_replicated_tensors

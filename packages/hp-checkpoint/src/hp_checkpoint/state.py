@@ -175,7 +175,7 @@ def changes(
 ) -> Iterator[tuple[Any, Any, Any]]:
     """List what makes a template have the saved values that are no tensors: (dictionary or list, key, value).
 
-    An empty dictionary takes all values that were saved in it.
+    An empty dictionary takes all values that were saved in it, unless there are tensors among them: `without_tensors`.
 
     Args:
         template: a state, whose tensors stay.
@@ -184,20 +184,16 @@ def changes(
         partial: leave values as they are that the saved state lacks.
 
     Raises:
-        ValueError: the template has a key that the saved state lacks, or a list of another length, or is empty where
-            tensors were saved.
+        ValueError: the template has a key that the saved state lacks, or a list of another length.
     """
     if isinstance(saved, Unreadable):
         raise ValueError(f"load: {_dotted(path)!r} can't be read: {saved.text}")
     if isinstance(template, dict) and not isinstance(saved, Mapping):
         raise ValueError(f"load: {_dotted(path)!r} is a dictionary, the checkpoint has {shown(saved)}")
     if path and saved and not template and isinstance(template, dict):
-        if any(True for _ in unreadable(saved, path)):
-            raise ValueError(
-                f"load: {_dotted(path)!r} is empty, and the checkpoint has tensors in it, which are loaded into"
-                " tensors alone. Make them first, as an optimizer does in its first step, or leave the key out"
-            )
-        yield from ((template, key, value) for key, value in saved.items())
+        if not _has_unreadable(saved, path):
+            yield from ((template, key, value) for key, value in saved.items())
+        return
     for key, inner in list(template.items() if isinstance(template, dict) else enumerate(template)):
         if is_tensor(inner):
             continue
@@ -219,6 +215,28 @@ def changes(
         for place, found in unreadable(value, own):
             raise ValueError(f"load: {_dotted(place)!r} can't be read: {found.text}")
         yield template, key, value
+
+
+def without_tensors(template: Any, saved: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
+    """List the dictionaries of a template that are empty and have tensors in the checkpoint.
+
+    A rank may have none of them, as a stage without layers; that no rank has any is a mistake.
+
+    Args:
+        template: a state.
+        saved: the decoded state, with an `Unreadable` for each tensor.
+        path: of both.
+    """
+    if isinstance(template, dict) and isinstance(saved, Mapping):
+        if path and saved and not template and _has_unreadable(saved, path):
+            yield _dotted(path)
+        for key, inner in template.items():
+            if (at := _key(saved, key)) in saved:
+                yield from without_tensors(inner, saved[at], (*path, key))
+
+
+def _has_unreadable(saved: Any, path: tuple[Any, ...]) -> bool:
+    return next(iter(unreadable(saved, path)), None) is not None
 
 
 def _key(saved: Any, key: Any) -> Any:
