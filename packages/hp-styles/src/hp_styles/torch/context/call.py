@@ -61,6 +61,7 @@ class Call:
             NotImplementedError: they are as long as neither the queries nor an argument.
         """
         if queries != keys and self.lengths is not None and keys not in self.lengths:
+            self.refuse_cache("ContextParallel", filled=True)  # where the model's is known, by its name
             raise NotImplementedError(
                 f"ContextParallel on {self.name}: {queries} queries and {keys} keys, and no sequence of {keys} tokens"
                 " is passed in this call. Keys of earlier calls, a key/value cache, are each rank's own: decoding is"
