@@ -99,6 +99,5 @@ class EventReader:
         elif kind == "step":
             self._reporter.step(Step(**{**values, "texts": tuple(values["texts"])}))
         else:
-            self._reporter.finished(
-                Summary(**{name: tuple(each) if isinstance(each, list) else each for name, each in values.items()})
-            )
+            fields: dict[str, Any] = {n: tuple(each) if isinstance(each, list) else each for n, each in values.items()}
+            self._reporter.finished(Summary(**fields))
