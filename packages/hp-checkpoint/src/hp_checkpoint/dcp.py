@@ -168,7 +168,8 @@ def _places(folder: Path, metadata: Any) -> dict[tuple[str, tuple[int, ...] | No
                 f"{folder}: {shown(name)} was written with {shown(info.transform_descriptors)}; only files that are not"
                 " compressed are read"
             )
-        whole(info.offset), whole(info.length)
+        for number in (info.offset, info.length):
+            whole(number)
         key = name, None if offsets is None else sizes_of(offsets)
         if result.setdefault(key, info) is not info:
             raise InvalidCheckpointError(f"{folder / METADATA} has two places of {shown(name)} at {offsets}")

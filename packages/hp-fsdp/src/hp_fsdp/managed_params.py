@@ -92,7 +92,7 @@ def find_parameters(
         for name, parameter in getattr(current, parameters).items():
             if parameter is None or id(parameter) in skip:
                 continue
-            known = owned.get(id(parameter)) or new.get(id(parameter))
+            known: Any = owned.get(id(parameter)) or new.get(id(parameter))
             if known is None:
                 owner = owner_of(parameter)
                 if owner is not None:

@@ -117,7 +117,7 @@ def axis_of(ranks: Sequence[int], axes: Mapping[str, int]) -> str:
         axes: of the mesh, outermost first.
     """
     stride = 1
-    for name, size in reversed(axes.items()):
+    for name, size in reversed(list(axes.items())):
         first = ranks[0] - ranks[0] // stride % size * stride
         if list(ranks) == list(range(first, first + size * stride, stride)):
             return f"axis {name}, "

@@ -67,7 +67,7 @@ def build_model(
 def _drawing(seed: int) -> Iterator[None]:
     """Draw from a seed on the host and on the default device; afterwards the caller's generators go on as before."""
     device = torch.get_default_device()
-    own = {} if device.type in ("cpu", "meta") else {"device_type": device.type}
+    own: dict[str, Any] = {} if device.type in ("cpu", "meta") else {"device_type": device.type}
     with torch.random.fork_rng([device] if own else [], **own):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach devices that are not in use
         if own:
