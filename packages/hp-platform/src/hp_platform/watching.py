@@ -203,7 +203,8 @@ class HangWatch:
             sys.stderr.write(self._report(hang, flights, describe_hang(hang, flights, states, stacks), idle))
             sys.stderr.flush()
             if self._then == "end" and hang.kind != "unknown":
-                send_signal(flights, hang.culprits, signal.SIGKILL)
+                own_last = sorted(hang.culprits, key=lambda rank: rank == self._rank)  # it may be one of them
+                send_signal(flights, own_last, signal.SIGKILL)
 
     def _flights(self) -> Iterator[tuple[int, Flight]]:
         for rank in self._here:
