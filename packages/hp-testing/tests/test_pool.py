@@ -78,6 +78,19 @@ def test_a_hang_is_killed_with_each_ranks_stack():
     assert run_ranks(2, reduce_once, 1.0) == [(0, 3.0), (1, 3.0)]
 
 
+def compute(seconds: float) -> float:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return seconds
+
+
+def test_ranks_that_compute_have_longer():
+    assert run_ranks(2, compute, 0.5, timeout=0.25) == [0.5, 0.5]
+    with pytest.raises(RankError, match="the time limit of 0.25 s"):
+        run_ranks(2, compute, 600.0, timeout=0.25)
+
+
 def warn() -> None:
     warnings.warn("careful", UserWarning, stacklevel=1)
 

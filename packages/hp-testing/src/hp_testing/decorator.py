@@ -26,7 +26,7 @@ def on_ranks(
     Args:
         *world_sizes: the numbers of ranks.
         thorough: more of them, for runs of all tests (`--tier all`) alone.
-        timeout: seconds until ranks that haven't returned are killed.
+        timeout: seconds until ranks that haven't returned are killed; while they compute, five times as many.
 
     Raises:
         TypeError: the test is a method, or no world size was given.

@@ -34,6 +34,7 @@ def leftovers(step: Callable[[], object], *, steps: int = 4) -> list[str]:
     gc.collect()
     enabled, counts = gc.isenabled(), list[int]()
     gc.disable()
+    gc.freeze()  # what was there before, as of a compiler, may end meanwhile
     try:
         for _ in range(steps):
             step()
@@ -42,6 +43,7 @@ def leftovers(step: Callable[[], object], *, steps: int = 4) -> list[str]:
         gc.collect()
     finally:
         gc.set_debug(0)
+        gc.unfreeze()
         if enabled:
             gc.enable()
     cyclic = any(_matters(type(each)) for each in gc.garbage)

@@ -19,11 +19,14 @@ from typing import Any
 from hp_platform import host, listening
 from hp_platform.ports import platform_name
 from hp_testing import target, worker
+from hp_testing.processes import processor_seconds
 from hp_testing.reference import Reference, refer
 from hp_testing.worker import Outcome, Start, Task, main
 
 START_LIMIT = 120.0
 GRACE = 1.0
+PATIENCE = 5  # times the limit, for ranks that still compute: the machine may be busy
+LOOK = 2.0  # seconds in which that is seen
 # Besides the framework, the server that ranks are forked from imports what this process has imported of these packages
 # when the first pool starts, so that ranks start in milliseconds.
 PRELOAD_LIKE_HERE = ("hp_", "hyper_parallel", "transformers", "pytest")
@@ -53,7 +56,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         world_size: number of ranks.
         fn: a function at a module's top level; it is sent by name.
         *args: for the function, pickled.
-        timeout: seconds until ranks that haven't returned are killed.
+        timeout: seconds until ranks that haven't returned are killed; while they compute, five times as many.
         **kwargs: for the function, pickled.
 
     Returns:
@@ -178,10 +181,15 @@ class Pool:
         begin = time.monotonic()
         deadline = begin + timeout
         waiting = {self._connections[rank]: rank for rank in ranks}
+        hurried, used = False, None
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                break
+                before, used = used, processor_seconds({self._processes[rank].pid for rank in ranks})
+                idle = before is not None and used - before < LOOK / 50
+                if hurried or idle or time.monotonic() - begin > PATIENCE * timeout:
+                    break
+                deadline = time.monotonic() + LOOK
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[arg-type]
                 try:
@@ -191,7 +199,7 @@ class Pool:
                     problems[rank] = self._death(rank)
                     failed = True
                 if failed:  # its peers may wait for it in vain
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    hurried, deadline = True, min(deadline, time.monotonic() + GRACE)
         if waiting:
             failed = bool(problems) or any(isinstance(o, Outcome) and o.kind == "raised" for o in received.values())
             why = "a peer failed" if failed else f"the time limit of {timeout:g} s"

@@ -7,12 +7,12 @@ import multiprocessing
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ended", "rank_processes"]
+__all__ = ["ended", "processor_seconds", "rank_processes"]
 
 
 @contextlib.contextmanager
@@ -83,3 +83,18 @@ def _descendants(process: int) -> list[int]:
     for parent in found:  # which grows
         found += [child for child, its in parents.items() if its == parent]
     return found[1:]
+
+
+def processor_seconds(sessions: Collection[int]) -> float:
+    """Return the processor time of the living processes of some sessions, in seconds; 0 where there is no /proc.
+
+    Args:
+        sessions: process ids of the sessions' leaders.
+    """
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(") ")[2].split()  # from the third on, as proc(5) numbers them
+            if int(fields[3]) in sessions:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
