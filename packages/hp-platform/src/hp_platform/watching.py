@@ -196,12 +196,15 @@ class HangWatch:
         if len(flights) < len(self._here) or all(flights[rank].phase == "end" for rank in living):
             return
         with contextlib.suppress(FileExistsError, FileNotFoundError):
-            (self._folder / f"told-{state}").touch(exist_ok=False)
+            told = self._folder / f"told-{state}"
+            told.touch(exist_ok=False)
             hang = find_hang(flights)
             asked = [rank for rank in living if states[rank] != "T" and flights[rank].phase != "end"]
             stacks = ask_for_stacks(self._folder, flights, asked)
-            sys.stderr.write(self._report(hang, flights, describe_hang(hang, flights, states, stacks), idle))
+            report = self._report(hang, flights, describe_hang(hang, flights, states, stacks), idle)
+            sys.stderr.write(report)
             sys.stderr.flush()
+            told.write_text(report, encoding="utf-8")
             if self._then == "end" and hang.kind != "unknown":
                 own_last = sorted(hang.culprits, key=lambda rank: rank == self._rank)  # it may be one of them
                 send_signal(flights, own_last, signal.SIGKILL)
