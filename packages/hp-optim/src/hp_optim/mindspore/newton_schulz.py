@@ -1,4 +1,4 @@
-"""Batched Newton-Schulz iteration; see Note [Gram iteration] in `hp_optim.torch.newton_schulz`.
+"""Batched Newton-Schulz iteration; see the notes [Gram iteration] and [Padded matrices] of `hp_optim.torch`'s.
 
 Note [Numbers as tensors]
     A Python number beside a tensor of float64 is rounded to float32 by MindSpore's kernels, so it is made a tensor.
@@ -44,7 +44,7 @@ def scalar(value: float, like: Tensor) -> Tensor:
 
 
 def orthogonalize(batch: Tensor, coefficients: Sequence[Triple], epsilon: float) -> Tensor:
-    """Bring the singular values of matrices near one.
+    """Bring the singular values of matrices near one. Each matrix has the same result in any batch.
 
     Args:
         batch: ``[matrices, rows, columns]``, in the dtype of the products.
@@ -52,12 +52,24 @@ def orthogonalize(batch: Tensor, coefficients: Sequence[Triple], epsilon: float)
         epsilon: added to the norm by which each matrix is divided.
     """
     rows, columns = batch.shape[-2:]
-    norm = ops.sqrt((batch * batch).sum(-1, keepdims=True).sum(-2, keepdims=True))
-    x = batch / (norm + scalar(epsilon, batch))
+    x = _padded(batch)
+    norm = ops.sqrt((x * x).sum(-1, keepdims=True).sum(-2, keepdims=True))
+    x = x / (norm + scalar(epsilon, batch))
     x = _swapped(x) if rows > columns else x
     gram = max(rows, columns) >= 2 * min(rows, columns) and batch.dtype != mindspore.bfloat16
     x = _by_gram_matrices(x, coefficients) if gram else _directly(x, coefficients)
-    return _swapped(x) if rows > columns else x
+    return (_swapped(x) if rows > columns else x)[:, :rows, :columns]
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Fill matrices up with zeros to whole cache lines."""
+    for dim in (-2, -1):
+        lacking = -x.shape[dim] % (64 // x.itemsize)
+        if lacking:
+            shape = list(x.shape)
+            shape[dim] = lacking
+            x = ops.cat((x, ops.zeros(tuple(shape), dtype=x.dtype)), dim)
+    return x
 
 
 def _swapped(x: Tensor) -> Tensor:
