@@ -100,7 +100,7 @@ def test_a_layout_stands_for_mesh_and_placements() -> None:
     assert x.sharding == layout("dp", "tp") and repr(x.sharding) == "Layout((2, 2), ('dp', 'tp'))('dp', 'tp')"
     y = x.redistribute(layout("tp", "None"))
     assert y.placements == (R, Shard(0)) and torch.equal(y.full_tensor(), whole)
-    assert y.device_mesh is x.device_mesh
+    assert y.device_mesh == x.device_mesh
     z = DTensor.from_local(y.to_local(), layout("tp", "None"))
     assert z.shape == (4, 6) and torch.equal(z.full_tensor(), whole)
     with pytest.raises(ValueError, match="redistribute: a Layout has placements already; do not pass both"):
