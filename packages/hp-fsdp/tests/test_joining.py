@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from hp_dtensor import DTensor, init_empty_weights, init_parameters
 from hp_fsdp import fully_shard, load_full_state_dict
@@ -184,7 +185,7 @@ def test_an_optimizer_of_gathered_parameters():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after", "gathered"])
 def test_hooks_of_sharded_parameters_see_their_gradients(when: str):
     reference = seeded(Net)
     model = copy.deepcopy(reference)
@@ -205,7 +206,14 @@ def test_hooks_of_sharded_parameters_see_their_gradients(when: str):
         hook(model)
     whole, own = batch()
     loss_of(reference(whole)).backward()
-    loss_of(model(own)).backward()
+    loss = loss_of(model(own))
+    if when == "gathered":  # the root's parameters are, between forward and backward
+        hook(model)
+        watched, grads = model.first.weight, seen["first.weight"]
+        handles.append(watched.register_post_accumulate_grad_hook(lambda p: grads.append(p.grad / 3)))
+    loss.backward()
+    if when == "gathered" and grads:
+        close(grads.pop().full_tensor(), reference.first.weight.grad, "first.weight")
     for name in seen:
         expected = reference.get_parameter(name).grad
         if seen[name]:  # a rank that owns no element of a parameter gets no gradient
@@ -217,6 +225,23 @@ def test_hooks_of_sharded_parameters_see_their_gradients(when: str):
     loss_of(reference(whole)).backward()
     loss_of(model(own)).backward()
     same_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_hooks_that_count_graph_nodes_are_refused():
+    model = seeded(Net)
+    weights = [model.first.weight, model.blocks[0].up.weight]
+    handle = register_multi_grad_hook(weights, print)
+    with pytest.raises(ValueError, match=r"'first.weight' has a hook of register_multi_grad_hook, which waits for"):
+        fully_shard(model, data_mesh())
+    handle.remove()
+    fully_shard(model, data_mesh())
+    with pytest.raises(RuntimeError, match=r"the graph node of a parameter of shape \(.*\) takes no gradient: it is"):
+        register_multi_grad_hook(weights, print)
+    seen = []
+    register_multi_grad_hook(weights, seen.append, mode="any")
+    loss_of(model(batch()[1])).backward()
+    assert [type(each) for each in seen] == [DTensor]
 
 
 @on_ranks(2)

@@ -28,6 +28,8 @@ __all__ = ["LateGradients", "RootContext", "hsdp_sync_stream"]
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass
+_register_own = torch.Tensor.register_post_accumulate_grad_hook
+"""Of a gathered parameter itself, whose methods are the sharded one's."""
 
 
 class RootContext(Context[ParameterGroup]):
@@ -283,7 +285,7 @@ class LateGradients:
         with _plain():
             for parameter in group.parameters:
                 if parameter.trains and parameter.unsharded is not None:
-                    handles.append(parameter.unsharded.register_post_accumulate_grad_hook(arrived))
+                    handles.append(_register_own(parameter.unsharded, arrived))
 
     def watch_once(self, group: ParameterGroup, arrived: Callable[..., None]) -> None:
         """Call `watch`, unless the current parameters of the group are watched already."""

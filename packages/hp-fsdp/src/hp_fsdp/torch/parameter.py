@@ -47,6 +47,8 @@ _OUTSIDE_GRAPHS = (
     " reduced into its .grad. Call backward() without inputs and read .grad, or differentiate before fully_shard"
 )
 """Reason why autograd doesn't find a sharded parameter; see ``hp_dtensor.torch.backward.engine``."""
+_COUNTS = f"{torch.autograd.graph.register_multi_grad_hook.__qualname__}.<locals>.get_inner_hook."
+"""What ``register_multi_grad_hook`` registers in the mode "all"."""
 
 _MEETS_PLAIN = (
     "parameter {} is gathered by fully_shard while its module's forward runs, and was used outside of it. Call the"
@@ -205,6 +207,12 @@ class ManagedParameter:
             self.unsharded.__class__ = self.cls
         self.unsharded._hsdp_gathered = True
         _copy_attributes(self.sharded, self.unsharded)
+        self.direct_hooks()
+
+    def direct_hooks(self) -> None:
+        """Have hooks that are set while the parameter is gathered wait for the reduced gradient."""
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            setattr(self.unsharded, name, getattr(self.sharded, name))
 
 
 def check_kind(name: str, original: Any) -> None:
@@ -216,7 +224,7 @@ def check_kind(name: str, original: Any) -> None:
 
     Raises:
         TypeError: it has no shape yet, or computes in ways of its own, which a view of a buffer would not.
-        ValueError: it has a gradient, of another layout.
+        ValueError: it has a gradient, of another layout, or a hook that counts graph nodes.
     """
     cls = type(original)
     if is_lazy(original):
@@ -239,6 +247,11 @@ def check_kind(name: str, original: Any) -> None:
         raise ValueError(
             f"fully_shard: parameter {name!r} has a gradient, of this rank's own and of the unsharded shape. Call"
             " model.zero_grad() before"
+        )
+    if any(getattr(hook, "__qualname__", "").startswith(_COUNTS) for hook in (original._backward_hooks or {}).values()):
+        raise ValueError(
+            f"fully_shard: parameter {name!r} has a hook of register_multi_grad_hook, which waits for its graph node;"
+            f" it {_OUTSIDE_GRAPHS}. Register a hook on each parameter, or mode='any'"
         )
 
 
@@ -307,6 +320,8 @@ def adopt(bucket: Bucket) -> None:
             if registered is not parameter.sharded:
                 mark(registered, owner_of(parameter.sharded) or bucket.owner)
                 parameter.sharded = registered
+                if parameter.unsharded is not None:
+                    parameter.direct_hooks()
             _set_data(registered, view.detach())
             parameter.trains = _get_requires_grad(registered)
     bucket.note_sharded()

@@ -294,8 +294,15 @@ def give_node(leaf: DTensor) -> None:
     """Make later gradients of ``leaf`` arrive at its graph node, as DTensors, because a user asked for the node.
 
     Raises:
-        RuntimeError: the graph of an earlier forward has gradients of ``leaf`` that bypass that node.
+        RuntimeError: the graph of an earlier forward has gradients of ``leaf`` that bypass that node, or all graphs
+            have another tensor in its place (``_outside_graphs``).
     """
+    why = leaf.__dict__.get("_outside_graphs")
+    if why is not None:
+        raise RuntimeError(
+            f"the graph node of a parameter of shape {tuple(leaf.shape)} takes no gradient: it {why}. Hooks of the"
+            " parameter itself (register_hook, register_post_accumulate_grad_hook) see its gradient"
+        )
     if "_node_taken" not in leaf.__dict__:
         leaf._node_taken = True  # type: ignore[attr-defined]
         _impl(T.register_hook, (), (leaf, on_local_gradient(leaf, lambda grad: None)))
