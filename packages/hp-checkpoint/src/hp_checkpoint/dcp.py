@@ -21,7 +21,7 @@ from hp_checkpoint.manifest import MANIFEST, FileSums, Manifest
 from hp_checkpoint.pickles import plain, value_names
 from hp_checkpoint.state import Address, Unreadable, address, top_part
 from hp_checkpoint.storage import bytes_beside, opened, read_small
-from hp_checkpoint.unpickling import read_pickle
+from hp_checkpoint.unpickling import Factory, Plain, read_pickle
 
 __all__ = ["CHECKPOINT", "METADATA", "dcp_manifest", "dcp_values", "is_dcp"]
 
@@ -143,6 +143,7 @@ def _metadata(folder: Path) -> Any:
     inert = [(older, "MEM_FORMAT_ENCODING"), (module, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout")]
     inert += [(place, "PosixPath") for place in ("pathlib", "pathlib._local")]
     names |= {each: plain(each[1]) for each in inert}
+    names |= {(place, "getattr"): Factory(_member) for place in ("builtins", "__builtin__")}
     names |= {("torch", name): name for name in (*TORCH_NAMES, "complex128", "strided")}
     path = folder / METADATA
     content = read_small(path)
@@ -153,6 +154,13 @@ def _metadata(folder: Path) -> Any:
     if not all(isinstance(name, str) for name in metadata.state_dict_metadata):
         raise InvalidCheckpointError(f"{path} has a name that is no text")
     return metadata
+
+
+def _member(kind: Any, name: Any) -> Plain:
+    """Return what stands for a member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it."""
+    if not isinstance(kind, Factory) or not isinstance(name, str):
+        raise ValueError(f"a member {shown(name)} of {shown(kind)}")
+    return Plain(name)
 
 
 def _places(folder: Path, metadata: Any) -> dict[tuple[str, tuple[int, ...] | None], Any]:

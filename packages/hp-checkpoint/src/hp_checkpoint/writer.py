@@ -57,8 +57,10 @@ def main(descriptor: int) -> None:
 
 
 def _reply(*, end: bool, error: str | None = None) -> None:
-    with suppress(BrokenPipeError):  # the training has ended
+    try:
         send(sys.stdout.buffer, {"end": end, "error": error})
+    except BrokenPipeError:  # the training has ended; what the buffer has is not written again when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(job: Mapping[str, Any], arena: Arena) -> None:

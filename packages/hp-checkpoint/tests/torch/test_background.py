@@ -6,6 +6,8 @@ import hashlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -290,3 +292,12 @@ def test_a_save_outlives_a_rank(tmp_path, monkeypatch):
 
 def lose(*_):
     raise LostRankError("rank 1 has ended", (1,))
+
+
+def test_a_reply_that_nobody_reads_is_no_failure():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", "from hp_checkpoint import writer; writer._reply(end=True)"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=300)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")

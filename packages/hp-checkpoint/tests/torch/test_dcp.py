@@ -26,6 +26,17 @@ from checkpoint_layouts import choose_placements, choose_shape
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated", "ignore:torch.distributed is disabled")
 
 
+def test_enumerations_as_older_pythons_pickle_them(tmp_path, monkeypatch):
+    """Python 3.11.0 to 3.11.3 write getattr of the class and the name."""
+    kinds = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(kinds, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    dcp.save({"w": torch.arange(3.0)}, checkpoint_id=tmp_path, no_dist=True)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    state = {"w": torch.zeros(3)}
+    load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(state["w"], torch.arange(3.0))
+
+
 def test_dcp_written_by_one_process_loads(tmp_path):
     """Nested values, lists and dtypes; what is no plain value is refused if it is asked for."""
     torch.manual_seed(0)
