@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
+
 import pytest
 import torch
 
@@ -68,3 +71,28 @@ def test_the_places_where_something_holds(placement):
     found = torch.where(x > 0)
     assert [place.full_tensor().tolist() for place in found] == [place.tolist() for place in torch.where(whole > 0)]
     torch.testing.assert_close(torch.where(x > 0, x, 0.0).full_tensor(), whole.clamp(min=0))
+
+
+@on_ranks(2)
+def test_a_thread_that_python_did_not_start_has_the_contexts_of_all():
+    """As autograd's, which recomputes blocks on an accelerator."""
+    whole, x = made(Shard(0))
+    results: list[object] = []
+
+    def add(over):
+        try:
+            results.append(torch.equal((x + whole).full_tensor(), 2 * whole))
+        except ValueError:
+            results.append("refused")
+        over.set()
+
+    def start(begin):
+        over = threading.Event()
+        begin(over)
+        assert over.wait(60)
+
+    with implicit_replication():
+        start(lambda over: _thread.start_new_thread(add, (over,)))
+        start(lambda over: threading.Thread(target=add, args=(over,)).start())
+    start(lambda over: _thread.start_new_thread(add, (over,)))
+    assert results == [True, "refused", "refused"]

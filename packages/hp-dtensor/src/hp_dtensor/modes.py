@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from hp_dtensor import port
 __all__ = ["SkipDTensorDispatch", "implicit_replication", "replicates_plain"]
 
 _implicit: contextvars.ContextVar[bool] = contextvars.ContextVar("implicit_replication", default=False)
+_open: list[object] = []  # the contexts of all threads
 
 
 @contextlib.contextmanager
@@ -19,17 +21,21 @@ def implicit_replication() -> Iterator[None]:
     """Treat plain tensors in operations with DTensors as replicated on their mesh.
 
     They must have the same values on every rank of the mesh. Outside of this context, mixing the two is an error.
+    Threads of Python each have their own contexts; those of a framework, as the ones that run backward and its
+    recomputed blocks on an accelerator, have the contexts of all.
     """
     token = _implicit.set(True)
+    _open.append(token)
     try:
         yield
     finally:
+        _open.remove(token)
         _implicit.reset(token)
 
 
 def replicates_plain() -> bool:
     """Tell whether plain tensors count as replicated here."""
-    return _implicit.get()
+    return _implicit.get() or bool(_open) and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class SkipDTensorDispatch:
