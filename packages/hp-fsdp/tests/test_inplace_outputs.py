@@ -171,3 +171,38 @@ def test_a_backward_that_needs_a_freed_parameter_raises():
     model(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         scaled(kept[0]).backward()
+
+
+class Penalized(nn.Module):
+    """A penalty of a block's own parameter is kept aside, and the block's output may go no further."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.block.register_forward_hook(lambda module, inputs, output: self.keep(module))
+        self.penalty: torch.Tensor | None = None
+
+    def keep(self, block: nn.Linear) -> None:
+        self.penalty = block.bias.sum() * 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.first(x)).detach())
+
+
+@on_ranks(2)
+def test_a_loss_of_a_modules_own_parameters_is_reduced_or_refused():
+    whole = torch.randn(24, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    reference = seeded(Penalized)
+    model = seeded(Penalized)
+    for module in (model.first, model.block, model.head, model):
+        fully_shard(module, data_mesh(), reshard_after_forward=False)
+    for net, x in ((reference, whole), (model, rows(whole))):
+        out = net(x.to(next(reference.parameters()).device))
+        (scaled(out) + net.penalty).backward()
+    same_gradients(model, reference)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.step()
+    model(rows(whole).to(next(reference.parameters()).device))
+    model.penalty.backward()
+    with pytest.raises(RuntimeError, match=r"parameters of .*block.* got gradients in a backward pass that came"):
+        optimizer.step()

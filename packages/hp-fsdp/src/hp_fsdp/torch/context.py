@@ -12,6 +12,7 @@ Note [Gradients of gradients]
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 from typing import Any
@@ -23,7 +24,7 @@ from hp_dtensor.torch.extend import arriving
 from hp_fsdp.context import Context
 from hp_fsdp.torch.group import ParameterGroup, Started
 
-__all__ = ["LateGradients", "RootContext", "hsdp_sync_stream"]
+__all__ = ["LateGradients", "RootContext", "hsdp_sync_stream", "refuse_lost_gradients"]
 
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
@@ -59,6 +60,7 @@ class RootContext(Context[ParameterGroup]):
         self.differentiable = False
         self.late = LateGradients()
         self.expected = LateGradients()
+        _contexts.add(self)
 
     def named_modules(self) -> Iterable[tuple[str, nn.Module]]:
         return self.root.module.named_modules()
@@ -142,7 +144,7 @@ class RootContext(Context[ParameterGroup]):
     def end_backward(self) -> None:
         """End the backward pass: finish groups whose inputs needed no gradient, and the last reductions."""
         for group in reversed(self.groups):
-            if group.in_backward:
+            if group.in_backward or group.awaited and group.arrived():
                 self.finish_group(group)
         for group in reversed(self.groups):
             if group.deterministic and not group.ended:
@@ -167,7 +169,7 @@ class RootContext(Context[ParameterGroup]):
 
     def finish_group(self, group: ParameterGroup) -> None:
         """Take the gradients of ``group``, free its parameters, start the reduction."""
-        group.in_backward = False
+        group.in_backward = group.awaited = False
         self.trace.append(("left", group, perf_counter_ns()))
         if not group.reduces_at_end:  # not on all ranks at this moment
             self.advance(self.spare)
@@ -236,6 +238,20 @@ class RootContext(Context[ParameterGroup]):
         if not self.backward and not self.advancing:
             self.drain()
 
+    def refuse_lost(self) -> None:
+        """Raise if gradients arrived in a backward pass of which the hooks saw nothing: nobody has reduced them.
+
+        Raises:
+            RuntimeError: with the modules' names.
+        """
+        lost = [group.name for group in self.groups if group.awaited and group.arrived()]
+        if lost:
+            raise RuntimeError(
+                f"fully_shard: parameters of {', '.join(lost)} got gradients in a backward pass that came by none of"
+                " the modules' outputs, as of a loss that forward made of parameters and kept. They are this rank's own."
+                " Return such a loss from forward"
+            )
+
     def settle(self) -> None:
         """Show the sharded parameters to a reader from outside, and abandon a failed step."""
         if self.outermost is not None or _backward_id() != -1:
@@ -253,6 +269,15 @@ class RootContext(Context[ParameterGroup]):
         self.advancing = False
         arriving.pop(self, None)
         super().abandon()
+
+
+_contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()
+
+
+def refuse_lost_gradients() -> None:
+    """Raise if gradients of some sharded model arrived unseen; see `RootContext.refuse_lost`."""
+    for context in list(_contexts):
+        context.refuse_lost()
 
 
 def hsdp_sync_stream() -> None:

@@ -65,7 +65,7 @@ class ParameterGroup(Group):
         self.reduces_at_end = False
         self.most_reductions = 1
         self.communication: Communication | None = None
-        self.hidden = self.in_backward = False
+        self.hidden = self.in_backward = self.awaited = False
         self.unfilled: list[tuple[nn.Module, str, torch.Tensor, int, int]] = []
         super().__init__(members, *rest)
 
@@ -275,7 +275,7 @@ class ParameterGroup(Group):
         return started
 
     def abandon(self) -> None:
-        self.in_backward = self.ended = False
+        self.in_backward = self.awaited = self.ended = False
         self.micro_batches = 0
         self.calls.clear()
         if self.span is not None:

@@ -18,7 +18,8 @@ Note [Gradients by other ways]
     parameters that such a backward pass needs are not there, and autograd says so: while they are freed, their version
     is another one than that which was saved. Where it needs none, the gradients that arrive are reduced all the same:
     when they leave through an input of the module, or, of a module whose inputs need no gradient, by a hook on each
-    parameter.
+    parameter. What arrives where no hook is passed on the way out (a loss of a module's own parameters) is reduced at
+    the end of the pass; if no module's backward began at all, the optimizer's step refuses it.
 
 Note [Forward inside backward]
     Activation checkpointing runs forward again in backward. The hooks of the first run are on the graph already; the
@@ -87,6 +88,7 @@ def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...],
             if current is not None and current.weights is not None:
                 context.expect_owed(group)
             watch = torch.is_grad_enabled()
+            group.awaited = group.awaited or watch
             span = group.span
             begins = span is None or span.begins(module)
             if span is not None and span.around is not None and watch:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hp_fsdp.managed_params import owner_of, refuse_unreduced, spec_of, unreduced
 from hp_fsdp.torch.bucket import Bucket
-from hp_fsdp.torch.context import hsdp_sync_stream
+from hp_fsdp.torch.context import hsdp_sync_stream, refuse_lost_gradients
 from hp_fsdp.torch.other_libraries import check_optimizer_state
 from hp_fsdp.torch.state_dict import fill, sharded_axis
 from hp_platform import get_platform
@@ -46,6 +46,7 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     hsdp_sync_stream()
+    refuse_lost_gradients()
     Bucket.optimizer_steps += 1
     if len(args) + len(kwargs) == 1:  # the optimizer itself: else a closure makes the gradients
         _warn_without_gradients(optimizer)
