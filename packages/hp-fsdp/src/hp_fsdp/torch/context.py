@@ -238,19 +238,9 @@ class RootContext(Context[ParameterGroup]):
         if not self.backward and not self.advancing:
             self.drain()
 
-    def refuse_lost(self) -> None:
-        """Raise if gradients arrived in a backward pass of which the hooks saw nothing: nobody has reduced them.
-
-        Raises:
-            RuntimeError: with the modules' names.
-        """
-        lost = [group.name for group in self.groups if group.awaited and group.arrived()]
-        if lost:
-            raise RuntimeError(
-                f"fully_shard: parameters of {', '.join(lost)} got gradients in a backward pass that came by none of"
-                " the modules' outputs, as of a loss that forward made of parameters and kept. They are this rank's own."
-                " Return such a loss from forward"
-            )
+    def lost(self) -> list[ParameterGroup]:
+        """Return the groups that got gradients in a backward pass of which no hook saw anything."""
+        return [group for group in self.groups if group.awaited and group.arrived()]
 
     def settle(self) -> None:
         """Show the sharded parameters to a reader from outside, and abandon a failed step."""
@@ -274,10 +264,22 @@ class RootContext(Context[ParameterGroup]):
 _contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()
 
 
-def refuse_lost_gradients() -> None:
-    """Raise if gradients of some sharded model arrived unseen; see `RootContext.refuse_lost`."""
-    for context in list(_contexts):
-        context.refuse_lost()
+def refuse_lost_gradients(parameters: Iterable[Any]) -> None:
+    """Raise if some of the sharded parameters wait for gradients that nobody has reduced: see `RootContext.lost`.
+
+    Raises:
+        RuntimeError: with the modules' names.
+    """
+    lost = [group for context in list(_contexts) for group in context.lost()]
+    if lost:
+        own = set(map(id, parameters))
+        names = [each.name for each in lost if any(id(parameter.sharded) in own for parameter in each.parameters)]
+        if names:
+            raise RuntimeError(
+                f"fully_shard: parameters of {', '.join(names)} got gradients in a backward pass that came by none of"
+                " the modules' outputs, as of a loss that forward made of parameters and kept. They are of this rank"
+                " alone. Return such a loss from forward"
+            )
 
 
 def hsdp_sync_stream() -> None:

@@ -46,7 +46,7 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     hsdp_sync_stream()
-    refuse_lost_gradients()
+    refuse_lost_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
     Bucket.optimizer_steps += 1
     if len(args) + len(kwargs) == 1:  # the optimizer itself: else a closure makes the gradients
         _warn_without_gradients(optimizer)
