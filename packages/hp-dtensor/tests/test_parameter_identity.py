@@ -114,6 +114,19 @@ def test_a_parameter_of_partition_fn_that_others_have_stays() -> None:
 
 
 @on_ranks(2)
+def test_partition_fn_materialises_meta_parameters() -> None:
+    def materialise(name: str, module: nn.Module, mesh: Any) -> None:
+        for key, value in list(module._parameters.items()):
+            empty = torch.empty_like(distribute_tensor(value, mesh, [Shard(0)]), device=device_type())
+            module.register_parameter(key, nn.Parameter(torch.ones_like(empty)))
+
+    model = distribute_module(nn.Linear(4, 3, device="meta"), _mesh(), materialise)
+    for value in model.parameters():
+        assert isinstance(value, DTensor) and value.placements == (Shard(0),)
+        assert value.device.type == device_type() and bool((value.full_tensor() == 1).all())
+
+
+@on_ranks(2)
 def test_a_hook_sees_the_layout_that_its_parameter_has_by_then() -> None:
     whole = torch.arange(6.0, dtype=torch.float64, device=device_type())
     mesh, model, seen = _mesh(), nn.Module(), []

@@ -140,7 +140,7 @@ def partition(
 def _keep_identity(module: torch.nn.Module, before: Mapping[str, torch.nn.Parameter | None]) -> None:
     """Restore parameters that a ``partition_fn`` replaced by DTensors, as those DTensors, for optimizers and ties.
 
-    One that somebody else holds stays: they made it to be the module's.
+    One that somebody else holds stays: they made it to be the module's. So does one made for a meta parameter.
     """
     for name, old in before.items():
         new = module._parameters.get(name)
@@ -149,6 +149,8 @@ def _keep_identity(module: torch.nn.Module, before: Mapping[str, torch.nn.Parame
         if tuple(new.shape) != tuple(old.shape) or new.dtype is not old.dtype:
             continue
         if isinstance(old, DTensor) and old._spec is not new._spec:
+            continue
+        if old.is_meta is not new.is_meta:  # torch gives a meta parameter no other memory
             continue
         sharded, trains, reference = wrap(local_view(new), new._spec), new.requires_grad, weakref.ref(new)
         module._parameters[name] = old
