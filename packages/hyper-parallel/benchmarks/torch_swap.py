@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -165,6 +166,11 @@ class Area(ModuleType):
         return area(path) if is_module else absent(path)
 
 
+def kinds(counts: Any) -> int:
+    """Return how many kinds of collectives there were."""
+    return len(counts) if Loader.counted else Uncounted(len(counts))
+
+
 def counting_mode() -> Any:
     """Return torch's CommDebugMode with the collectives of torch.distributed counted as the functional ones, too."""
     from torch.distributed.tensor.debug import CommDebugMode
@@ -286,13 +292,28 @@ class Rewrite(ast.NodeTransformer):
             return ast.copy_location(ast.Constant(answers[name]), node)
         if self.on_cpu and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             node.func.attr, node.args = "cpu", []
+        if self.on_cpu:
+            node.keywords = [each for each in node.keywords if each.arg != "device_ids"]
+        if self.on_cpu and self.dotted(node.func) == "torch.device":
+            node.args = node.args[:1]  # CPUs have no numbers
+        first = node.args[0] if node.args else None
+        if isinstance(node.func, ast.Name) and node.func.id == "len" and isinstance(first, ast.Name):
+            if "comm_counts" in first.id:
+                node.func = ast.parse("__import__('torch_swap').kinds", mode="eval").body
         return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> Any:
+        """Replace a device with a number."""
+        first = node.values[0] if node.values else None
+        if self.on_cpu and isinstance(first, ast.Constant) and first.value == "cuda:":
+            return ast.copy_location(ast.Constant("cpu"), node)
+        return self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> Any:
         """Replace the devices and backends in texts."""
         if self.on_cpu and isinstance(node.value, str) and len(node.value) < 12:
-            text = "gloo" if node.value == "nccl" else node.value.replace("cuda:", "cpu:")
-            return ast.copy_location(ast.Constant("cpu" if text == "cuda" else text), node)
+            text = "gloo" if node.value == "nccl" else node.value
+            return ast.copy_location(ast.Constant("cpu" if re.fullmatch(r"cuda(:\d)?", text) else text), node)
         return node
 
     def dotted(self, node: ast.expr) -> str | None:
