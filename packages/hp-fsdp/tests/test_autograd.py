@@ -151,6 +151,14 @@ def test_ddp_around_sharded_modules():
 
 
 @on_ranks(2)
+def test_replicate_around_sharded_modules() -> None:
+    _, model = pair()
+    outer = torch.distributed._composable.replicate(nn.Sequential(model))
+    with pytest.raises(TypeError, match="replicate around modules of fully_shard"):
+        outer(batch()[1])  # before it broadcasts rank 0's shards over the others'
+
+
+@on_ranks(2)
 def test_weight_norm_after_wrapping():
     _, model = pair()
     with pytest.raises(RuntimeError, match="before fully_shard"):

@@ -17,14 +17,19 @@ from typing import Any
 __all__ = ["check_modules", "check_optimizer_state", "check_parameters", "check_prepared", "check_state", "own_mark"]
 
 _FULL = "full_state_dict(model), called on all ranks (from hp_fsdp import full_state_dict)"
+_REPLICATING = {
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+    "torch.distributed._composable.replicate": "replicate",
+}
 
 
 def check_parameters(caller: FrameType | None) -> None:
     """Raise TypeError if a wrapper that would shard or replicate parameters once more asks for them."""
-    for name, _ in _callers(caller, 3):  # DistributedDataParallel asks by way of Module.parameters
-        if name == "torch.nn.parallel.distributed":
+    for name, _ in _callers(caller, 3):  # they ask by way of Module.parameters
+        wrapper = _REPLICATING.get(name)
+        if wrapper is not None:
             raise TypeError(
-                "DistributedDataParallel around modules of fully_shard: each rank has other parts of their parameters,"
+                f"{wrapper} around modules of fully_shard: each rank has other parts of their parameters,"
                 " and fully_shard reduces their gradients already. Leave it out; to replicate over some ranks and shard"
                 " over others give fully_shard a mesh of two axes"
             )
