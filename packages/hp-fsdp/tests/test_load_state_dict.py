@@ -89,3 +89,23 @@ def test_load_state_dict_into_a_model_on_meta() -> None:
     assert model.first.weight is weight
     same_weights(model, reference)
     train(reference, model, steps=1)
+
+
+@on_ranks(2)
+def test_a_rank_without_elements_follows_materialising_and_casts() -> None:
+    def sharded(device: str) -> nn.Module:
+        with torch.device(device):
+            model = nn.Linear(4, 4, bias=False)
+        return fully_shard(model, init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",)))
+
+    inputs, weight = torch.ones(1, 4, device=device_type()), torch.arange(16.0, device=device_type()).reshape(4, 4)
+    assigned, emptied, cast = sharded("meta"), sharded("meta"), sharded(device_type())
+    assert dist.get_rank() == 0 or assigned.weight.to_local().numel() == 0
+    assigned.load_state_dict({"weight": weight}, assign=True)
+    emptied.to_empty(device=device_type()).load_state_dict({"weight": weight})
+    cast.load_state_dict({"weight": weight})
+    for model in (assigned, emptied, cast):
+        assert torch.equal(model(inputs), inputs @ weight.T)
+    cast.reshard()
+    cast.to(torch.float64)
+    assert torch.equal(cast(inputs.double()), inputs.double() @ weight.T.double())

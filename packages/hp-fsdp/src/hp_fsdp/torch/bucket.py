@@ -202,10 +202,15 @@ class Bucket:
             self._come_home()
         with _plain():
             for registered, name, sharded, address in self.expected:
-                if registered.get(name) is not sharded or sharded.data_ptr() != address:
+                new = registered.get(name) is not sharded or sharded.data_ptr() != address
+                if new or (not address and self._differs(sharded)):
                     adopt(self)
                     break
         self.follow_requires_grad()
+
+    def _differs(self, sharded: torch.Tensor) -> bool:
+        """Whether a parameter without elements, whose address is always 0, was materialised, moved or cast."""
+        return sharded.dtype is not self.shard.dtype or sharded.device != self.shard.device
 
     def follow_requires_grad(self) -> None:
         """Freeze and unfreeze the unsharded parameters like the sharded ones."""
