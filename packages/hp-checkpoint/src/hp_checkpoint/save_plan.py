@@ -156,7 +156,8 @@ def _add(union: _Union, tree: Mapping[str, Any], meshes: Sequence[Sequence[int]]
         else:
             mesh, mesh_shape, placements = placed
             holding = Holding(tuple(meshes[mesh]), tuple(mesh_shape), tuple(_unpacked(each) for each in placements))
-            union.placed.setdefault(address, {}).setdefault(holding, []).extend(members)
+            inside = set(holding.ranks).intersection(members)  # a rank off the mesh has no part of the tensor
+            union.placed.setdefault(address, {}).setdefault(holding, []).extend(sorted(inside))
     for part, name, of_part, of_name in tree["aliases"]:
         union.aliases[part, name] = (of_part, of_name)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from hp_checkpoint import load, save
 from hp_checkpoint.torch.dtypes import DTYPES
+from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor
+from hp_testing import device_type, on_ranks
 
 
 def values(dtype):
@@ -87,3 +90,20 @@ def test_names_of_any_characters(tmp_path, name):
     load(new, checkpoint_id=tmp_path / "c", no_dist=True)
     assert torch.equal(new["model"][name], value)
     assert torch.equal(load_file(tmp_path / "c" / "model.safetensors")[name], value)
+
+
+@on_ranks(3)
+def test_tensors_of_some_ranks_in_the_state_of_all(tmp_path) -> None:
+    """A rank that is not in a tensor's mesh has it in its state, without a part."""
+    mesh, inside = DeviceMesh(device_type(), [0, 2]), dist.get_rank() != 1
+    values = torch.arange(5.0, device=device_type())
+    state = {
+        "cut": distribute_tensor(values, mesh, [Shard(0)]),
+        "whole": distribute_tensor(values, mesh, [Replicate()]),
+    }
+    save({**state, "step": 3}, checkpoint_id=tmp_path)
+    new = {name: torch.zeros_like(each) for name, each in state.items()}
+    load(new, checkpoint_id=tmp_path)
+    for name, each in new.items():
+        assert torch.equal(each.to_local(), state[name].to_local())
+        assert (each.to_local().numel() > 0) is inside
