@@ -336,6 +336,13 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", "packages/hp-dtensor/benchmarks/fuzz_programs.py", *session.posargs)
 
 
+@nox.session(default=False)
+def torch_tests(session: nox.Session) -> None:
+    """torch's own test files with these packages' names in place of torch's; `-- --source PATH` of torch's sources."""
+    install(session, *PACKAGES, extras="[torch,test]", others=("expecttest",))
+    session.run("python", "packages/hyper-parallel/benchmarks/torch_tests.py", *session.posargs)
+
+
 @nox.session
 def sweep_mindspore(session: nox.Session) -> None:
     """MindSpore's operators on DTensors: how many are right, refused and wrong; what follows -- goes to the program."""

@@ -49,6 +49,8 @@ SEEN: tuple[tuple[str, str, str], ...] = (  # tests that were read one by one, w
     (PURPOSE, "counts collectives; one more compares the ranks' models at the start", "gradient_accumulation"),
     (PURPOSE, "a gradient keeps the layout of its tensor", "nll_loss_and_cross_entropy"),
     (INTERNALS, "reads a private list", "optimizer_foreach_supported_types_include_DTensor"),
+    (INTERNALS, "torch's fake backend copies, between equal shapes only", "comm_mode_with_dtensor"),
+    (INTERNALS, "CommDebugMode describes torch's own DTensors", "MLP_distributed_sharding_display"),
     (PURPOSE, "no deprecated argument submodules", "deprecate_partial"),
     (
         PURPOSE,

@@ -244,6 +244,11 @@ def name_of(path: str, name: str | None = None) -> Any:
         return absent(f"{path}.{name}")  # the installed torch is not the one that the tests are of
 
 
+def is_rank(node: ast.expr) -> bool:
+    """Whether an argument is the number of a test's GPU."""
+    return isinstance(node, ast.Attribute) and node.attr in ("rank", "device") and ast.unparse(node.value) == "self"
+
+
 class Rewrite(ast.NodeTransformer):
     """Replaces the names of the areas (``swap``) and, in tests for CUDA devices, the device (``on_cpu``)."""
 
@@ -326,7 +331,12 @@ class Rewrite(ast.NodeTransformer):
         if self.on_cpu and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             node.func.attr, node.args = "cpu", []
         if self.on_cpu:
-            node.keywords = [each for each in node.keywords if each.arg != "device_ids"]
+            node.keywords = [each for each in node.keywords if each.arg not in ("device_ids", "device_id")]
+        if self.on_cpu and isinstance(node.func, ast.Attribute) and node.func.attr == "to":
+            node.args = [ast.Constant("cpu") if is_rank(each) else each for each in node.args]
+        for each in node.keywords if self.on_cpu else ():
+            if each.arg == "device" and is_rank(each.value):
+                each.value = ast.Constant("cpu")
         if self.on_cpu and self.dotted(node.func) == "torch.device":
             node.args = node.args[:1]  # CPUs have no numbers
         first = node.args[0] if node.args else None

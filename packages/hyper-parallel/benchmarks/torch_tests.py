@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -112,11 +113,12 @@ def main() -> int:
     """Run the files, print the tables, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, help="a tree of torch's sources, with test/distributed")
-    parser.add_argument("--out", type=Path, default=Path("torch_tests.json"), help="an outcome a test")
+    out = Path(tempfile.gettempdir()) / "torch_tests.json"
+    parser.add_argument("--out", type=Path, default=out, help=f"an outcome a test; default {out}")
     parser.add_argument("--area", choices=list(FILES), action="append")
     parser.add_argument("--only", default="", help="only files whose path contains this")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds a test")
-    parser.add_argument("--minutes", type=float, default=30.0, help="no file is begun after this many")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no file is begun after this many")
     parser.add_argument("--add", action="store_true", help="keep the outcomes of other files in --out")
     parser.add_argument("--judge", action="store_true", help="judge the outcomes in --out again, and run nothing")
     arguments = parser.parse_args()
