@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -39,6 +39,32 @@ def break_connections(*, keep_ports: Collection[int] = ()) -> None:
                     ports = {connection.getsockname()[1], connection.getpeername()[1]}
                     if not ports & set(keep_ports):
                         connection.shutdown(socket.SHUT_RDWR)
+
+
+def wait_for_threads(name: str, limit: float = 10.0) -> None:
+    """Wait until a backend's threads of this process have nothing to do any more (on Linux).
+
+    A thread that has something to do is runnable, or becomes so when this one lets go of the interpreter: it is looked
+    at several times, as this one may take the interpreter back before the other was scheduled.
+
+    Args:
+        name: of the threads, as Linux knows it.
+        limit: seconds; a thread that computes without end is not waited for.
+    """
+    if sys.platform != "linux":
+        return
+    deadline, idle = time.monotonic() + limit, 0
+    while idle < 5 and time.monotonic() < deadline:
+        idle = 0 if any(state == "R" for state in _states_of_threads(name)) else idle + 1
+        time.sleep(0.001)
+
+
+def _states_of_threads(name: str) -> Iterator[str]:
+    for number in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            own, _, rest = Path(f"/proc/self/task/{number}/stat").read_text().partition(" (")[2].rpartition(") ")
+            if own == name:
+                yield rest[0]
 
 
 def memory_bytes() -> int:

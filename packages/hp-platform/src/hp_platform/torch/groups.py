@@ -9,6 +9,7 @@ often this set was asked for, which all members know.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 from collections.abc import Sequence
@@ -21,11 +22,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from hp_platform.devices import devices
 from hp_platform.groups import GroupOptions
+from hp_platform.host import wait_for_threads
 from hp_platform.torch import peers
 from hp_platform.torch.peers import can_disconnect, disconnect, give_up, leave
 
 __all__ = ["can_disconnect", "disconnect", "give_up", "leave"]
 
+atexit.register(wait_for_threads, "pt_gloo_runloop")  # Note [Threads at the end] in `hp_platform.listening`
 ProcessGroup = dist.ProcessGroup
 TIMEOUTS = True
 
