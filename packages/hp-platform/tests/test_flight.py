@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -84,6 +87,31 @@ def test_the_stack_is_written_at_a_signal(tmp_path):
         assert flight_stack(tmp_path, 0) == ""
         os.kill(os.getpid(), signal.SIGUSR1)
         assert "test_the_stack_is_written_at_a_signal" in flight_stack(tmp_path, 0).splitlines()[0]
+
+
+@on_ranks(1)
+def test_threads_that_run_while_the_stack_is_written_do_no_harm(tmp_path):
+    ended = threading.Event()
+    sends = f"import os, time\nfor _ in range(50): os.kill({os.getpid()}, {int(signal.SIGUSR1)}); time.sleep(0.002)"
+
+    def calls(depth):
+        return depth and calls(depth - 1)
+
+    def runs():
+        while not ended.is_set():
+            calls(30)
+            eval("sorted(range(50), key=lambda each: -each)")
+
+    thread = threading.Thread(target=runs)
+    with recorded(tmp_path):
+        thread.start()
+        try:
+            subprocess.run([sys.executable, "-c", sends], check=True)
+        finally:
+            ended.set()
+            thread.join()
+        assert "runs" not in flight_stack(tmp_path, 0)
+        assert "test_threads_that_run" in flight_stack(tmp_path, 0)
 
 
 @on_ranks(1)

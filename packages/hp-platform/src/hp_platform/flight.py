@@ -7,8 +7,9 @@ Note [Flight recorder]
     the same numbers, so those that wait and the one that they wait for can be told by comparison (`hp_platform.hangs`).
 
     The words of a page, of 8 bytes: a head (`_HEAD`), the number of collectives begun on each channel, and a ring of
-    the last collectives. A channel's ranks don't fit into a word: they are a line of a second file. Python's stacks are
-    written to a third one at SIGUSR1, by `faulthandler`, which needs no interpreter.
+    the last collectives. A channel's ranks don't fit into a word: they are a line of a second file. Python's stack is
+    written to a third one at SIGUSR1, by `faulthandler`, which needs no interpreter. It is the stack of the thread that
+    got the signal, the main one: those of threads that run meanwhile can't be read without a crash of the process.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class FlightRecorder:
             self._page = memoryview(mmap.mmap(file.fileno(), 8 * _WORDS)).cast("q")
         self._page[_WAITING], self._page[_PID] = _NOWHERE, os.getpid()
         os.rename(folder / f"rank-{rank}.new", folder / f"rank-{rank}.flight")
-        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=False)
         while _left:
             os.close(_left.pop())
 
@@ -334,7 +335,7 @@ def read_flight(folder: Path, rank: int) -> Flight | None:
 
 
 def flight_stack(folder: Path, rank: int) -> str:
-    """Read the stack that a rank wrote last at SIGUSR1, that of the thread that was running; "" without one.
+    """Read the stack of its main thread that a rank wrote last at SIGUSR1; "" without one.
 
     Args:
         folder: of the recorders.
@@ -342,4 +343,4 @@ def flight_stack(folder: Path, rank: int) -> str:
     """
     path = folder / f"rank-{rank}.{STACKS}"
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return text.rpartition("Current thread ")[2].partition("\n")[2] or text
+    return text.rpartition("Stack (most recent call first):\n")[2]
