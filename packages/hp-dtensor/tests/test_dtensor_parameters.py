@@ -163,8 +163,8 @@ def test_optimizers_do_what_they_do_on_one_device(name: str, ranks: int) -> None
 
 @on_ranks(2)
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("foreach", [True, False])
-def test_clip_grad_norm(order: float, foreach: bool) -> None:
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_clip_grad_norm(order: float, foreach: bool | None) -> None:
     mesh = _mesh()
     plain = [nn.Parameter(_arange(4, 2)) for _ in range(3)]
     mine = [nn.Parameter(distribute_tensor(_arange(4, 2), mesh, [s])) for s in (Shard(0), Shard(1), R)]
@@ -172,7 +172,9 @@ def test_clip_grad_norm(order: float, foreach: bool) -> None:
         b.grad = _arange(4, 2) * (i + 1) - 5
         a.grad = distribute_tensor(b.grad, mesh, a.placements)
     expected = nn.utils.clip_grad_norm_(plain, 1.5, order, foreach=foreach)
-    norm = nn.utils.clip_grad_norm_(mine, 1.5, order, foreach=foreach)
+    with count_collectives() as counted:
+        norm = nn.utils.clip_grad_norm_(mine, 1.5, order, foreach=foreach)
+    assert counted == {"all_reduce": 2 if foreach is False else 1}  # one for all, as torch calls it by default
     assert norm.item() == pytest.approx(expected.item(), rel=1e-14)
     for a, b in zip(mine, plain):
         assert torch.allclose(a.grad.full_tensor(), b.grad, rtol=1e-13, atol=0)
