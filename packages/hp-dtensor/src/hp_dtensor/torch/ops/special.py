@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import optimizer
+import torch.optim.optimizer as optimizers
 from torch.utils import _foreach_utils
 
 from hp_dtensor.layout.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
@@ -349,7 +349,7 @@ def install() -> None:
             name.startswith("_fused_") and name.endswith("_") and ("adam" in name or "sgd" in name or "adagrad" in name)
         ):
             table[getattr(torch, name)] = lists.each
-    for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    for types in (optimizers._foreach_supported_types, _foreach_utils._foreach_supported_types):
         types.append(DTensor)  # else torch's optimizers and clipping call functions of one tensor for each
     table[torch._amp_foreach_non_finite_check_and_unscale_] = scaling.unscale
     table[torch._foreach_norm], table[torch._foreach_max] = lists.norm, lists.largest
