@@ -4,6 +4,7 @@ from hp_dtensor.torch.api import from_local as _from_local
 from hp_dtensor.torch.backward.engine import on_local_gradient as _on_local_gradient
 from hp_dtensor.torch.backward.module_hooks import install as _install_module_hooks
 from hp_dtensor.torch.backward.own_functions import install as _install_own_functions
+from hp_dtensor.torch.backward.passes import install as _install_passes
 from hp_dtensor.torch.compile.compiling import install as _install_compiling
 from hp_dtensor.torch.dtensor import install as _install_methods
 from hp_dtensor.torch.moves.transfer import relayout as _relayout
@@ -16,3 +17,4 @@ _install_dispatch()
 _install_compiling()
 _install_own_functions()
 _install_module_hooks()
+_install_passes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hp_dtensor.torch.api import become, distribute_parameter, replicate_parameters
 from hp_dtensor.torch.backward.autograd import arriving, grad_spec, reduce_partial_grads
 from hp_dtensor.torch.backward.engine import backward
+from hp_dtensor.torch.backward.passes import Mark, explaining, marks, will_run
 from hp_dtensor.torch.compile.compiling import encode_placements, traces_as
 from hp_dtensor.torch.compile.graph import constant, decode_placements, mesh_of
 from hp_dtensor.torch.dtensor import DTensor, local_view, redistribute, redistribute_shared, wrap
@@ -16,6 +17,7 @@ from hp_dtensor.torch.random import compare_generators
 
 __all__ = [
     "DTensor",
+    "Mark",
     "arriving",
     "backward",
     "become",
@@ -23,9 +25,11 @@ __all__ = [
     "constant",
     "distribute_parameter",
     "execute",
+    "explaining",
     "give_memory",
     "grad_spec",
     "local_view",
+    "marks",
     "materialize",
     "mesh_of",
     "decode_placements",
@@ -37,5 +41,6 @@ __all__ = [
     "sharded_loss",
     "encode_placements",
     "traces_as",
+    "will_run",
     "wrap",
 ]

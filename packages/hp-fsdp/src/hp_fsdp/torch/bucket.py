@@ -28,12 +28,13 @@ from hp_fsdp.torch.host import empty_on_host, on_copy_stream, transport
 from hp_fsdp.torch.parameter import ManagedParameter, adopt, has_own_setattr
 from hp_platform import collectives, get_platform
 
-__all__ = ["Bucket"]
+__all__ = ["FREED", "Bucket"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_versions = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
-_FREED = (2**31 - 1,)
+FREED = 2**31 - 1
+"""The version of a parameter that is freed."""
 _get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
@@ -306,7 +307,7 @@ class Bucket:
 
     def _free(self) -> None:
         self.version = (_get_version(self.full),)
-        _set_versions((self.full,), _FREED)
+        _set_versions((self.full,), (FREED,))
         self.full_storage.resize_(0)
 
     def drop_post_forward_shard(self) -> None:

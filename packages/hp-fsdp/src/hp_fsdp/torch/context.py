@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_dtensor.torch.extend import arriving
+from hp_dtensor.torch.extend import Mark, arriving, explaining, marks
 from hp_fsdp.context import Context
+from hp_fsdp.torch.bucket import FREED
 from hp_fsdp.torch.group import ParameterGroup, Started
 
 __all__ = ["LateGradients", "RootContext", "hsdp_sync_stream", "refuse_lost_gradients"]
@@ -45,8 +46,7 @@ class RootContext(Context[ParameterGroup]):
         events: of the user's, to be waited for before the next forward gathers.
         differentiable: the backward pass under way keeps its graph.
         late: hooks on parameters that may get gradients through a kept graph: Note [Gradients of gradients].
-        expected: the same for weights' gradients that are put off, Note [Gradients put off], and for those of modules
-            whose inputs need no gradient, Note [Gradients by other ways] in `hp_fsdp.torch.hooks`.
+        expected: the same for weights' gradients that are put off: Note [Gradients put off] in `hp_fsdp.torch.hooks`.
     """
 
     def __init__(self, root: ParameterGroup) -> None:
@@ -106,10 +106,6 @@ class RootContext(Context[ParameterGroup]):
                 " (hp_platform.frames), and they would count as a micro-batch of their own. Shard it without"
                 " deterministic=True"
             )
-        self.expect_gradients(group)
-
-    def expect_gradients(self, group: ParameterGroup) -> None:
-        """Have gradients of a ``group`` reduced that come past its modules' outputs and inputs."""
         self.expected.watch_once(group, functools.partial(self.late_gradient, group))
 
     # ---- backward ----
@@ -122,7 +118,7 @@ class RootContext(Context[ParameterGroup]):
         if not group.in_backward:
             if not self.backward:
                 self.begin_backward()
-            group.in_backward = True
+            group.in_backward, group.mark, group.waiting = True, None, None
             if group.unshard_in_backward:
                 self.unshard(group, self.backward_order, group.prefetch_in_backward)
 
@@ -262,6 +258,28 @@ class RootContext(Context[ParameterGroup]):
 
 
 _contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()
+_FREED = f"is at version {FREED}"
+
+
+def _marks() -> list[Mark]:
+    """List the marks of calls whose backward has not begun: Note [Gradients by other ways] in `hp_fsdp.torch.hooks`."""
+    return [group.mark for context in list(_contexts) for group in context.groups if group.mark is not None]
+
+
+def _explain(error: RuntimeError) -> RuntimeError | None:
+    if _FREED not in str(error):
+        return None
+    return RuntimeError(
+        "fully_shard: backward needs parameters that are freed. It came to a sharded module by a tensor that is none of"
+        " its outputs, as an activation that a hook kept. backward() can do so for the last call of a module, one of"
+        " whose parameters is trained, while no earlier call waits for its backward; torch.autograd.grad only with"
+        " respect to such a parameter. Return the tensor from forward, or shard the module with"
+        " reshard_after_forward=False"
+    )
+
+
+marks.append(_marks)
+explaining.append(_explain)
 
 
 def refuse_lost_gradients(parameters: Iterable[Any]) -> None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
+from hp_dtensor.torch.extend import Mark, will_run
 from hp_fsdp.axes import DataAxes, PostForwardRanks
 from hp_fsdp.group import Group
 from hp_fsdp.options import BucketPlan
@@ -46,6 +48,10 @@ class ParameterGroup(Group):
         leave_backward: hook that the context sets, for after the last one.
         hidden: the parameters are gathered, but the sharded ones are registered, because they were read from outside
             between forward and backward.
+        mark: of the last call in forward, until a backward comes to it: Note [Gradients by other ways] in
+            `hp_fsdp.torch.hooks`.
+        waiting: handle of a hook on an output of the last call, until a backward comes to it.
+        alone: when the last call began, no earlier one waited for its backward.
         in_backward: between the first gradient of an output and the last gradient of an input.
         reduces_at_end: its gradients are reduced at the end of the backward pass, used or not.
         most_reductions: limit of the groups whose reductions are under way at once.
@@ -66,6 +72,10 @@ class ParameterGroup(Group):
         self.most_reductions = 1
         self.communication: Communication | None = None
         self.hidden = self.in_backward = self.awaited = False
+        self.mark: Mark | None = None
+        self.waiting: Any = None
+        self.alone = True
+        self._leaves: tuple[list[object], list[Any]] = ([], [])
         self.unfilled: list[tuple[nn.Module, str, torch.Tensor, int, int]] = []
         super().__init__(members, *rest)
 
@@ -178,6 +188,27 @@ class ParameterGroup(Group):
         return any(bucket.stale(self.user_unsharded) for bucket in self.buckets)
 
     # ---- gradients ----
+    def note_call(self) -> None:
+        """Note that a call in forward begins, whose backward is awaited."""
+        self.alone = self.waiting is None or self.waiting.hooks_dict_ref() is None
+        self.waiting = None
+
+    def set_mark(self) -> None:
+        """Note where a backward pass comes to the call that has ended."""
+        trains = any(parameter.trains for parameter in self.parameters)
+        self.mark = Mark(self.device, self.come_to_mark) if self.alone and trains else None
+
+    def come_to_mark(self, *_: Any) -> None:
+        """Begin the backward of the last call if the pass under way comes to a parameter."""
+        if self.mark is not None and not self.in_backward:
+            leaves = [bucket.leaves for bucket in self.buckets]
+            if self._leaves[0] != leaves:
+                with _plain():
+                    own = [each.unsharded for each in self.parameters if each.trains]
+                    self._leaves = leaves, [get_gradient_edge(each).node for each in own if each is not None]
+            if any(map(will_run, self._leaves[1])):
+                self.enter_backward()
+
     def arrived(self) -> bool:
         """Tell whether autograd has left a gradient on an unsharded parameter."""
         with _plain():
@@ -278,6 +309,7 @@ class ParameterGroup(Group):
         self.in_backward = self.awaited = self.ended = False
         self.micro_batches = 0
         self.calls.clear()
+        self.mark = self.waiting = None
         if self.span is not None:
             self.span.close()
         self.reshard()

@@ -14,12 +14,16 @@ Note [Outputs written in place]
     input that the module wrote in place is an output in the same way.
 
 Note [Gradients by other ways]
-    A loss may be made of a tensor that is no output: an activation that a hook kept, the logits of a router. The
-    parameters that such a backward pass needs are not there, and autograd says so: while they are freed, their version
-    is another one than that which was saved. Where it needs none, the gradients that arrive are reduced all the same:
-    when they leave through an input of the module, or, of a module whose inputs need no gradient, by a hook on each
-    parameter. What arrives where no hook is passed on the way out (a loss of a module's own parameters) is reduced at
-    the end of the pass; if no module's backward began at all, the optimizer's step refuses it.
+    A loss may be made of a tensor that is no output: an activation that a hook kept, the logits of a router. Gathering
+    follows use: right after a module's forward comes a mark, a root of each backward pass, which runs before all nodes
+    that the forward made (Note [Marks] in `hp_dtensor.torch.backward.passes`). If the pass comes to a parameter of the
+    group, the group is gathered there. Parameters are the same for all calls, so this holds for the last call, while no
+    earlier one waits for its backward; else only the outputs count, and a pass that needs freed parameters is refused:
+    their version is another one than that which was saved. So it is with ``torch.autograd.grad`` by inputs alone, of
+    whose pass the engine does not say what it comes to.
+
+    Gradients that arrive are reduced whatever way they came: when they leave through an input of the module, or at the
+    end of the pass. If no module's backward began at all, the optimizer's step refuses them.
 
 Note [Forward inside backward]
     Activation checkpointing runs forward again in backward. The hooks of the first run are on the graph already; the
@@ -95,19 +99,21 @@ def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...],
                 forward = span.around(forward)
             given, first = (args, kwargs) if kwargs else args, _next_number()
             if watch and begins:
+                group.note_call()
                 with _plain():
                     watch_input = functools.partial(_watch_input, group.leave_backward)
                     args = map_tensors(watch_input, args)
                     if kwargs:
                         kwargs = map_tensors(watch_input, kwargs)
-                if _next_number() == first:  # no input needs a gradient
-                    context.expect_gradients(group)
             output = forward(*args, **kwargs)
             context.trace.append(("left", group, perf_counter_ns()))
             watched = watch and _watch_outputs(group, output, given, first)
             context.finished.append(group)
             reshard = group.reshard_after_forward
-            if span is not None and not span.ends(module):
+            ends = span is None or span.ends(module)
+            if watch and ends:
+                group.set_mark()
+            if not ends:
                 pass
             elif reshard or (reshard is None and not (watched and group is context.root)):
                 group.reshard(before_backward=watched)
@@ -185,7 +191,7 @@ def _watch_outputs(group: ParameterGroup, output: Any, given: Any, first: int) -
                 nodes.append(node)
                 watched = True
         for node in nodes:
-            node.register_prehook(enter)
+            group.waiting = node.register_prehook(enter)
     return watched
 
 

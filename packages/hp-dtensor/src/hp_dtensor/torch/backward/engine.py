@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
-from hp_dtensor.torch.backward import autograd
+from hp_dtensor.torch.backward import autograd, passes
 from hp_dtensor.torch.backward.own_functions import going_on
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
 
@@ -57,7 +57,7 @@ def backward_of(
     if inputs is not None or self._spec.partial or torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         backward(None, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
         return
-    _engine_run_backward(
+    passes.run(
         (self,),
         (_start(0, self, gradient),),
         create_graph if retain_graph is None else retain_graph,
@@ -83,7 +83,7 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
         inputs += [shadow for x in inputs if isinstance(x, DTensor) for _, shadow in autograd.shadows(x)]
     create = bool(bound.get("create_graph"))
     retain = bound.get("retain_graph")
-    _engine_run_backward(
+    passes.run(
         roots,
         ready,
         create if retain is None else retain,
@@ -108,7 +108,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     roots, ready = _roots(outputs, gradients)
     shadows = [autograd.shadows(x) if isinstance(x, DTensor) else [] for x in inputs]
     flat = [shadow for of in shadows for _, shadow in of]
-    gradients_found = _engine_run_backward(
+    gradients_found = passes.run(
         roots,
         ready,
         create if retain is None else retain,
