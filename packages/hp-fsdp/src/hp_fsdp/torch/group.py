@@ -18,7 +18,7 @@ from hp_fsdp.torch.bucket import Bucket
 from hp_fsdp.torch.communication import Communication
 from hp_fsdp.torch.deterministic import Exchange, MicroBatchBuffer
 from hp_fsdp.torch.gradients import Reduction
-from hp_fsdp.torch.parameter import ManagedParameter, restore
+from hp_fsdp.torch.parameter import ManagedParameter, lost_write, restore
 from hp_platform.extend import attribute_to
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = ["Call", "ParameterGroup", "Started", "check_differentiable"]
 _Range = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 Started = Reduction | Exchange
 """A reduction under way."""
 
@@ -186,6 +187,15 @@ class ParameterGroup(Group):
 
     def stale(self) -> bool:
         return any(bucket.stale(self.user_unsharded) for bucket in self.buckets)
+
+    def versions(self) -> list[int]:
+        """List the versions of the gathered buffers, of which a write is lost."""
+        return [_get_version(bucket.full) for bucket in self.buckets if not bucket.aliased]
+
+    def written(self) -> str:
+        """Describe a write in forward: Note [Writes in forward] in `hp_fsdp.torch.hooks`."""
+        names = [each.name for each in self.parameters if not each.trains] or [each.name for each in self.parameters]
+        return lost_write(self.name, names)
 
     # ---- gradients ----
     def note_call(self) -> None:

@@ -25,6 +25,11 @@ Note [Gradients by other ways]
     Gradients that arrive are reduced whatever way they came: when they leave through an input of the module, or at the
     end of the pass. If no module's backward began at all, the optimizer's step refuses them.
 
+Note [Writes in forward]
+    What forward writes to a gathered parameter would be lost when it is freed, and each rank may have written something
+    else. The gathered buffer's version tells of it. ``parameter.data`` of a gathered parameter has that version too,
+    unlike torch's, and can't be replaced.
+
 Note [Forward inside backward]
     Activation checkpointing runs forward again in backward. The hooks of the first run are on the graph already; the
     second run only needs the parameters, which stay until the group's backward ends.
@@ -105,7 +110,10 @@ def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...],
                     args = map_tensors(watch_input, args)
                     if kwargs:
                         kwargs = map_tensors(watch_input, kwargs)
+            versions = group.versions()
             output = forward(*args, **kwargs)
+            if group.versions() != versions:
+                raise RuntimeError(group.written())
             context.trace.append(("left", group, perf_counter_ns()))
             watched = watch and _watch_outputs(group, output, given, first)
             context.finished.append(group)

@@ -1,0 +1,105 @@
+"""Writes to parameters in forward, which a gathered copy would lose, are refused by name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hp_fsdp import fully_shard
+from hp_testing import on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from fsdp_models import data_mesh, seeded
+
+pytestmark = pytest.mark.device
+
+
+def _index(code: Any, value: torch.Tensor) -> None:
+    code[2:4] = value[2:4]
+
+
+def _assigned(code: Any, value: torch.Tensor) -> None:
+    code.data = value
+
+
+WRITES = {
+    "copy_": lambda code, value: code.copy_(value),
+    "lerp_": lambda code, value: code.lerp_(value, 0.1),
+    "mul_, add_": lambda code, value: code.mul_(0.9).add_(value, alpha=0.1),
+    "an index": _index,
+    "a view": lambda code, value: code.view(-1)[:3].zero_(),
+    "data.add_": lambda code, value: code.data.add_(value),
+    "data.mul_, data.add_": lambda code, value: code.data.mul_(0.9).add_(value, alpha=0.1),
+}
+
+
+class Codes(nn.Module):
+    """A codebook, which forward moves towards its inputs."""
+
+    def __init__(self, write: Any, trains: bool = False) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.codes = nn.Parameter(torch.ones(6, 8), requires_grad=trains)
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self.codes, torch.full_like(self.codes, 2.0))
+        return self.project(x) + self.codes.mean()
+
+
+def sharded(write: Any, **options: Any) -> tuple[nn.Module, torch.Tensor]:
+    model = seeded(lambda: nn.Sequential(Codes(write, **options), nn.Linear(8, 4)))
+    fully_shard(model[0], data_mesh())
+    fully_shard(model, data_mesh())
+    return model, torch.randn(3, 8, dtype=torch.float64, device=next(model.parameters()).device)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_write_in_forward_is_refused(write, trains):
+    model, x = sharded(WRITES[write], trains=trains)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"forward of 0 wrote to one of its parameters \(codes"):
+            model(x)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="wrote to one of its parameters"):
+        model.eval()(x)
+
+
+@on_ranks(2)
+def test_after_a_refused_write_the_model_trains():
+    model, x = sharded(WRITES["copy_"])
+    with pytest.raises(RuntimeError, match="wrote to one of its parameters"):
+        model(x)
+    model[0].write = lambda code, value: None
+    model(x).square().mean().backward()
+    assert model[0].project.weight.grad is not None
+
+
+@on_ranks(2)
+def test_data_of_a_gathered_parameter_cannot_be_set():
+    model, x = sharded(_assigned)
+    with pytest.raises(RuntimeError, match=r"\.data of a parameter cannot be set while the parameter is gathered"):
+        model(x)
+
+
+@on_ranks(2)
+def test_an_embedding_that_shortens_its_rows_is_refused():
+    model = fully_shard(seeded(lambda: nn.Embedding(6, 8, max_norm=0.1)), data_mesh())
+    with pytest.raises(RuntimeError, match=r"forward of Embedding wrote to one of its parameters \(weight\)"):
+        model(torch.arange(3, device=next(model.parameters()).device))
+
+
+@on_ranks(2)
+def test_reading_data_is_no_write():
+    seen = []
+    model, x = sharded(lambda code, value: seen.append((code.data.sum().item(), type(code), code.data.dtype)))
+    model(x).sum().backward()
+    total, cls, dtype = seen[0]
+    assert (total, dtype) == (48.0, torch.float64) and issubclass(cls, nn.Parameter) and cls.__name__ == "Parameter"
