@@ -49,6 +49,8 @@ class ParameterGroup(Group):
         leave_backward: hook that the context sets, for after the last one.
         hidden: the parameters are gathered, but the sharded ones are registered, because they were read from outside
             between forward and backward.
+        compared_modes: of modules (in training or not), those in which a forward's contents were compared: Note [Writes
+            in forward] in `hp_fsdp.torch.hooks`.
         mark: of the last call in forward, until a backward comes to it: Note [Gradients by other ways] in
             `hp_fsdp.torch.hooks`.
         waiting: handle of a hook on an output of the last call, until a backward comes to it.
@@ -73,6 +75,7 @@ class ParameterGroup(Group):
         self.most_reductions = 1
         self.communication: Communication | None = None
         self.hidden = self.in_backward = self.awaited = False
+        self.compared_modes: set[bool] = set()
         self.mark: Mark | None = None
         self.waiting: Any = None
         self.alone = True
@@ -191,6 +194,15 @@ class ParameterGroup(Group):
     def versions(self) -> list[int]:
         """List the versions of the gathered buffers, of which a write is lost."""
         return [_get_version(bucket.full) for bucket in self.buckets if not bucket.aliased]
+
+    def contents(self) -> list[Any]:
+        """Sum up the gathered buffers of which a write is lost, bits as integers, and list where parameters lie."""
+        with torch.no_grad(), _plain():
+            buckets = [bucket for bucket in self.buckets if not bucket.aliased]
+            wide = [torch.int16 if bucket.full_alias.itemsize > 1 else torch.int8 for bucket in buckets]
+            sums = [bucket.full_alias.view(dtype).sum() for bucket, dtype in zip(buckets, wide)]
+            places = [each.unsharded.data_ptr() for bucket in buckets for each in bucket.parameters]
+            return [*(each.item() for each in sums), *places]
 
     def written(self) -> str:
         """Describe a write in forward: Note [Writes in forward] in `hp_fsdp.torch.hooks`."""

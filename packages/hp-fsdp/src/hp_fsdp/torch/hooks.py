@@ -27,8 +27,8 @@ Note [Gradients by other ways]
 
 Note [Writes in forward]
     What forward writes to a gathered parameter would be lost when it is freed, and each rank may have written something
-    else. The gathered buffer's version tells of it. ``parameter.data`` of a gathered parameter has that version too,
-    unlike torch's, and can't be replaced.
+    else. The gathered buffer's version tells of it, but not of writes by ``parameter.data``. So the first forward in
+    training, and the first one in evaluation, compare the contents before and after as well.
 
 Note [Forward inside backward]
     Activation checkpointing runs forward again in backward. The hooks of the first run are on the graph already; the
@@ -111,9 +111,12 @@ def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...],
                     if kwargs:
                         kwargs = map_tensors(watch_input, kwargs)
             versions = group.versions()
+            contents = None if module.training in group.compared_modes else group.contents()
             output = forward(*args, **kwargs)
-            if group.versions() != versions:
+            if group.versions() != versions or (contents is not None and group.contents() != contents):
                 raise RuntimeError(group.written())
+            if contents is not None:
+                group.compared_modes.add(module.training)
             context.trace.append(("left", group, perf_counter_ns()))
             watched = watch and _watch_outputs(group, output, given, first)
             context.finished.append(group)

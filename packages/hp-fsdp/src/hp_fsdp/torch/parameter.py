@@ -9,7 +9,6 @@ Note [Sharded along another dim]
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +204,7 @@ class ManagedParameter:
         """Make the unsharded parameter over ``view``, a range of the gathered buffer."""
         self.unsharded = _leaf(self.part(view), self.inner, self.trains)
         if self.inner is None and issubclass(self.cls, nn.Parameter):
-            self.unsharded.__class__ = _gathered_class(self.cls)
+            self.unsharded.__class__ = self.cls
         self.unsharded._hsdp_gathered = True
         _copy_attributes(self.sharded, self.unsharded)
         self.direct_hooks()
@@ -221,24 +220,9 @@ def lost_write(module: str, names: list[str]) -> str:
     among = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return (
         f"fully_shard: forward of {module} wrote to one of its parameters ({among}). They are gathered copies, which"
-        " are freed after it, so the write would be lost. Keep what forward writes in a buffer (register_buffer), leave the"
-        " parameter out with ignored_params=[...], or write to it outside of forward"
+        " are freed after it, so the write would be lost. Keep what forward writes in a buffer (register_buffer), leave"
+        " the parameter out with ignored_params=[...], or write to it outside of forward"
     )
-
-
-@functools.cache
-def _gathered_class(cls: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Make a class of gathered parameters; see Note [Writes in forward] in `hp_fsdp.torch.hooks`."""
-
-    def replace(self: Any, value: Any) -> None:
-        raise RuntimeError(
-            "fully_shard: .data of a parameter cannot be set while the parameter is gathered, as in forward: it is a"
-            " part of its group's buffer, which is freed afterwards. Set it outside of forward, or keep what forward"
-            " writes in a buffer (register_buffer)"
-        )
-
-    data = property(lambda self: self.detach(), replace)
-    return type(cls.__name__, (cls,), {"data": data, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def check_kind(name: str, original: Any) -> None:
