@@ -218,7 +218,7 @@ class ParameterGroup(Group):
     def set_mark(self) -> None:
         """Note where a backward pass comes to the call that has ended."""
         trains = any(parameter.trains for parameter in self.parameters)
-        self.mark = Mark(self.device, self.come_to_mark) if self.alone and trains else None
+        self.mark = Mark(self.buckets[0].full.device, self.come_to_mark) if self.alone and trains else None
 
     def come_to_mark(self, *_: Any) -> None:
         """Begin the backward of the last call if the pass under way comes to a parameter."""
