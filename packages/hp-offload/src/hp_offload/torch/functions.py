@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hp_offload.torch.history import Walk
 from hp_offload.torch.packed import Kept, address_of, unpack
 from hp_platform.frames import current_frame
 
@@ -196,7 +197,13 @@ def layout_of(tensor: T) -> _Layout:
 
 
 class Filling(Protocol):
-    """The second run of a region."""
+    """The second run of a region.
+
+    Attributes:
+        walk: through its graph.
+    """
+
+    walk: Walk
 
     def put(self, index: int, tensor: T | None) -> None:
         """Fill the slot of a saved tensor with what it is now; None where it was kept."""

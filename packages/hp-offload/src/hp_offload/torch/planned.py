@@ -22,6 +22,7 @@ from hp_offload.checking import MemoryCheck
 from hp_offload.policies import CheckpointPolicy
 from hp_offload.saved import MemoryPlan, block_of, near
 from hp_offload.torch.functions import Filling, Site, is_function
+from hp_offload.torch.history import Walk
 from hp_offload.torch.packed import Kept, Packed, address_of, plain_torch
 from hp_offload.torch.region import run_region
 from hp_offload.torch.sites import KeptOutput, Key, SitePasses
@@ -121,10 +122,10 @@ class _PlannedPasses(SitePasses):
         self._own: dict[int, CheckpointPolicy] = {}
 
     @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
+    def first(self, walk: Walk) -> Iterator[None]:
         if self._planned.swaps:
             self._swap.open()
-        with super().first():
+        with super().first(walk):
             yield
 
     @contextlib.contextmanager

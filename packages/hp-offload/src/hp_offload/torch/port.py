@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from hp_offload.groups import GroupRun, name_of_group
 from hp_offload.torch.functions import Filling
+from hp_offload.torch.history import Walk
 from hp_offload.torch.packed import Packed, unpack
 from hp_offload.torch.planned import apply
 from hp_offload.torch.region import Passes, run_region
@@ -53,7 +54,7 @@ class _Contexts:
     def __init__(self, contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]) -> None:
         self._contexts = contexts
 
-    def first(self) -> AbstractContextManager[Any]:
+    def first(self, walk: Walk) -> AbstractContextManager[Any]:
         return self._contexts[0]
 
     @contextmanager

@@ -11,8 +11,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hp_offload.torch.history import Walk
 from hp_offload.torch.packed import Kept, Packed, unpack
 from hp_offload.torch.sites import Computed
 from hp_offload.torch.surroundings import random_state, set_random_state
@@ -44,6 +45,8 @@ class Scope:
         """The results of excluded modules, in their order."""
         self.position: int | None = None
         """None in the forward; else how many of them the recomputation reached."""
+        self.walk: Walk | None = None
+        """Of the run that is under way, in a checkpoint."""
         self.tagged: dict[int, tuple[Any, SwapRun]] = {}
         """Storages that are swapped, by address, and with what."""
 
@@ -101,8 +104,15 @@ def run_excluded(forward: Callable[..., Any], args: Any, kwargs: Any, *, save_ou
         save_output: keep the output; else the module runs again, and only what it saves is kept.
     """
     scope = _local.scope
-    if scope is None or not scope.recomputed:
+    if scope is None or not scope.recomputed or scope.walk is None:
         return forward(*args, **kwargs)
+    with scope.walk.opaque(tree_leaves((args, kwargs))):
+        result = _excluded(scope, forward, args, kwargs, save_output)
+    scope.walk.computed(tree_leaves(result))
+    return result
+
+
+def _excluded(scope: Scope, forward: Callable[..., Any], args: Any, kwargs: Any, save_output: bool) -> Any:
     if scope.position is not None and save_output:
         result, random = scope.results[scope.position]
         scope.position += 1

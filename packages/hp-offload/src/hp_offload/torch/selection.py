@@ -27,6 +27,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hp_offload.policies import KEEPS, CheckpointPolicy, checked_answer
 from hp_offload.torch.functions import Calls, Filling, Site, Watched
+from hp_offload.torch.history import Walk
 from hp_offload.torch.packed import plain_torch
 from hp_offload.torch.region import Passes
 from hp_offload.torch.sites import Computed, Group, Key, Ordinals, SitePasses
@@ -155,7 +156,7 @@ class _Torch:
         return TorchPolicy.MUST_SAVE if answer in KEEPS and not _never_kept(op) else TorchPolicy.MUST_RECOMPUTE
 
     @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
+    def first(self, walk: Walk) -> Iterator[None]:
         with self._contexts[0]:
             yield
 
@@ -184,8 +185,8 @@ class _Recording(_Torch):
         self._over = False
 
     @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
-        with frame(outputs=self), Calls(self), super().first():
+    def first(self, walk: Walk) -> Iterator[None]:
+        with frame(outputs=self), Calls(self), super().first(walk):
             yield
         self._over = True
         self._selection.conclude(self._answers, self._others)

@@ -16,6 +16,7 @@ from torch import nn
 
 from hp_offload.policies import KEEPS, CheckpointPolicy
 from hp_offload.torch.functions import Calls, Filling, Role, Site, Watched, hand_back, is_function, layout_of
+from hp_offload.torch.history import Walk
 from hp_offload.torch.packed import Kept, Packed, plain_torch
 from hp_offload.torch.surroundings import random_state, set_random_state
 from hp_platform.frames import frame
@@ -122,8 +123,9 @@ class SitePasses:
         self._swapping = False
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def first(self, walk: Walk) -> Iterator[None]:
         """Enter the frame of the forward."""
+        self._walk = walk
         outputs = _First(self)
         with frame(outputs=outputs), Calls(outputs) if self.functions else nullcontext():
             yield
@@ -162,24 +164,30 @@ class SitePasses:
         """Call a function, and note what it saves."""
         watched = self._watched = Watched(site)
         try:
-            out = site.run()
+            with self._walk.opaque(site.tensors):
+                out = site.run()
         finally:
             self._watched = None
+        self._walk.computed([out])
         layouts = [layout_of(each)[:2] for each in site.tensors]
         self._calls[len(self._reached)] = watched.roles, layouts, random_state() if site.random else None
         return out
 
     def call_again(self, position: int, key: Key, site: Site, filling: Filling) -> T:
         """Return a function's output in the second run."""
-        out = self._taken(position, key)
-        if out is None:
+        kept = self._taken(position, key)
+        if position not in self._calls:
             return site.run()
         roles, layouts, random = self._calls[position]
-        if layouts != [layout_of(each)[:2] for each in site.tensors]:
-            return site.run()
-        if random is not None:
-            set_random_state(random)
-        return hand_back(site, out, roles, filling)
+        with filling.walk.opaque(site.tensors):
+            if kept is None or layouts != [layout_of(each)[:2] for each in site.tensors]:
+                out = site.run()
+            else:
+                if random is not None:
+                    set_random_state(random)
+                out = hand_back(site, kept, roles, filling)
+        filling.walk.computed([out])
+        return out
 
     def keep(self, key: Key, out: T) -> None:
         """Note the output of an operation that the forward reaches, and keep it if it is to be kept."""

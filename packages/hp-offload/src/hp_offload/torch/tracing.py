@@ -8,6 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +21,12 @@ from torch.utils._pytree import tree_leaves
 from hp_offload.saved import Saved, block_of
 from hp_offload.torch.functions import is_heavy
 from hp_offload.torch.packed import address_of, plain_torch
+from hp_offload.torch.sites import Computed
 from hp_offload.torch.surroundings import random_state, set_random_state
 from hp_offload.torch.walking import Sites, blocks_of, walking
 from hp_platform import get_platform
+from hp_platform.frames import frame
+from hp_platform.torch.heavy import mark
 
 __all__ = ["trace"]
 
@@ -136,10 +140,11 @@ def trace(
     for name, block in blocks.items():
         hook = functools.partial(lambda name, _, args, kwargs: begin(name, (args, kwargs)), name)
         handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+        mark(block)
     clocks = [clock]
     with _unchanged(model) as restart, torch.enable_grad():
         try:
-            with saved_tensors_hooks(pack, _Packed.load), clock, walking(model, sites, ""):
+            with saved_tensors_hooks(pack, _Packed.load), clock, walking(model, sites, ""), _as_planned():
                 total = _total(model(*args, **kwargs), loss)
             with clock:
                 total.backward()
@@ -149,9 +154,14 @@ def trace(
         for _ in range(_REPEATS - 1):
             restart()
             clocks.append(_Clock(Sites("")))
-            with clocks[-1]:
+            with clocks[-1], _as_planned():
                 _total(model(*args, **kwargs), loss).backward()
     return _listed(storages, begins, _fastest(clocks))
+
+
+def _as_planned() -> AbstractContextManager[Any]:
+    """Let linear layers save what they save in blocks that follow a plan: inputs, not the copies that kernels need."""
+    return frame(outputs=Computed())
 
 
 def _fastest(clocks: list[_Clock]) -> list[float]:
