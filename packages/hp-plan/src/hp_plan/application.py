@@ -9,6 +9,7 @@ metrics work unchanged.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,11 +21,12 @@ import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_pipeline import PipelineSchedule
 from hp_plan.activations import check_saving, save_less
+from hp_plan.alike import SharedSamples, agree_on_plan, take_first_weights
 from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
 from hp_plan.compiling import check_compile, compile_blocks
 from hp_plan.context import check_context
 from hp_plan.determinism import check_deterministic
-from hp_plan.diagnostics import PlanError
+from hp_plan.diagnostics import Diagnostic
 from hp_plan.expert_options import check_expert_options
 from hp_plan.experts import expert_styles, spread_experts, with_expert_axes
 from hp_plan.memory import check_memory, check_states, memory_left
@@ -44,8 +46,9 @@ _PATIENCE = 30.0  # seconds, of a rank whose stage failed
 def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> Model:
     """Apply a plan to a model, in place and without a change to its code.
 
-    Every rank calls it, with the same plan and a model of the same shapes. Parameters keep their identity: an optimizer
-    may be created before or after, but must take its first step, which creates its states, after.
+    Every rank calls it, with the same plan and a model of the same shapes. Where weights or buffers differ between
+    ranks, all take rank 0's, with a warning. Parameters keep their identity: an optimizer may be created before or
+    after, but must take its first step, which creates its states, after.
 
         plan = ParallelPlan.from_toml("qwen3.toml")
         model = apply(model, plan)
@@ -62,18 +65,25 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
 
     Raises:
         PlanError: the plan doesn't fit the model or the number of ranks; it has all diagnostics.
+        ValueError: on all ranks: their plans or the shapes of their models differ, or one of them has diagnostics.
         RuntimeError: there is no process group, and no launcher set up the environment to create one.
     """
     _ensure_process_group(plan)
     platform, own = get_platform(), models()
     ranks = mesh.size() if mesh is not None else platform.groups.size()
+    members = list(range(ranks)) if mesh is None else mesh.ranks.reshape(-1).tolist()
+    everyone = platform.groups.new_group(members)
+    members.sort()
     outline = own.outline(model)
-    diagnostics = [*check_platform(plan), *check_mesh(plan, ranks), *check_pipeline(plan), *check_fsdp(plan)]
-    diagnostics += [*check_memory(plan), *check_states(plan), *check_context(plan), *check_deterministic(plan)]
-    diagnostics += [*check_saving(plan), *check_expert_options(plan), *check_compile(plan)]
-    diagnostics += [*check_model(plan, outline), *check_split(plan, model)]
-    if diagnostics:
-        raise PlanError(diagnostics)
+
+    def diagnose() -> list[Diagnostic]:
+        found = [*check_platform(plan), *check_mesh(plan, ranks), *check_pipeline(plan), *check_fsdp(plan)]
+        found += [*check_memory(plan), *check_states(plan), *check_context(plan), *check_deterministic(plan)]
+        found += [*check_saving(plan), *check_expert_options(plan), *check_compile(plan)]
+        return [*found, *check_model(plan, outline), *check_split(plan, model)]
+
+    agree_on_plan(plan, model, diagnose, members, everyone)
+    take_first_weights(model, members, everyone)
     activations = None if plan.memory.budget is None else memory_left(plan, outline)
     axes = plan.mesh.axes
     if mesh is None:
@@ -89,6 +99,8 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if outline.balances and plan.mesh.data_parallel * plan.mesh.cp > 1:
         own.balance_all_tokens(model)  # before outputs are whole sequences again
     _take_whole_sequences(model, plan, mesh)
+    if "tp" in axes:
+        own.compare_samples(model, SharedSamples("tp", mesh["tp"]).compare)
     own.adapt_library_methods(model, tensor_parallel="tp" in axes)
     if activations is not None:
         hp_offload.fit_memory(model, activations, bandwidth=plan.memory.bandwidth)
@@ -123,7 +135,22 @@ def _in_stages(
     pipelined = hp_pipeline.PipelinedModel(schedule)
     _describe(pipelined, model, outline)
     _take_whole_sequences(pipelined, plan, mesh)
+    for axis in ("pp", "tp"):
+        if axis in plan.mesh.axes:
+            _compare_batches(pipelined, SharedSamples(axis, mesh[axis], some=axis == "pp"))
     return pipelined
+
+
+def _compare_batches(pipelined: Any, shared: SharedSamples) -> None:
+    """Compare the batches of runs between the ranks that share samples."""
+    run = pipelined.run
+
+    @functools.wraps(run)
+    def run_same(*args: Any, **kwargs: Any) -> Any:
+        shared.compare(True, args, kwargs)
+        return run(*args, **kwargs)
+
+    pipelined.run = run_same
 
 
 def _distribute(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hp_dtensor import DeviceMesh
@@ -12,6 +12,7 @@ from hp_plan.plan import ParallelPlan
 from hp_platform.extend import load_port
 
 Module = Any
+Compare = Callable[[bool, Sequence[Any], Mapping[str, Any]], None]  # training, inputs by place and by name
 
 
 class Models(Protocol):
@@ -53,6 +54,10 @@ class Models(Protocol):
         """Take and return plain tensors; see Note [Plain tensors at the border] in `hp_plan.application`."""
         ...
 
+    def compare_samples(self, model: Module, compare: Compare) -> None:
+        """Compare the model's inputs between the ranks that share samples, before anything is computed with them."""
+        ...
+
     def spread_attention(self, model: Module) -> None:
         """Let attention that caps its logits be one that a context parallel style finds."""
         ...
@@ -80,6 +85,30 @@ class Models(Protocol):
         ...
 
 
+class Contents(Protocol):
+    """The contents of a model's tensors and of its inputs; `<framework>/contents.py`."""
+
+    def named(self, model: Module) -> Iterable[tuple[str, Any]]:
+        """List parameters and buffers, each once."""
+        ...
+
+    def describe(self, tensor: Any) -> str:
+        """Name shape and dtype."""
+        ...
+
+    def is_comparable(self, value: Any) -> bool:
+        """Tell whether it is a plain tensor with memory."""
+        ...
+
+    def digests(self, tensors: Sequence[Any]) -> list[int]:
+        """Compute a signed number of 64 bits for each tensor, which differs where contents do."""
+        ...
+
+    def overwrite(self, tensor: Any, fill: Callable[[Any], Any]) -> None:
+        """Let `fill` write to the tensor's memory."""
+        ...
+
+
 class Build(Protocol):
     """Building what a plan describes; `<framework>/build.py`."""
 
@@ -99,6 +128,11 @@ class Build(Protocol):
 def models() -> Models:
     """Get the framework's way to read and change a model."""
     return load_port(Models, "models")
+
+
+def contents() -> Contents:
+    """Get the framework's way to compare what ranks have."""
+    return load_port(Contents, "contents")
 
 
 def build() -> Build:

@@ -13,6 +13,7 @@ from hp_dtensor import DTensor, Replicate, Shard, SkipDTensorDispatch, paralleli
 from hp_plan import ParallelPlan, PlanError, apply, build_model, build_optimizer
 from hp_plan.mindspore.models import forward_loss, named_parameters
 from hp_plan.plan import data_parallel_rows
+from hp_platform import get_platform
 from hp_testing import on_ranks
 
 TOLERANCE = 1e-5
@@ -107,6 +108,30 @@ def test_what_goes_in_and_comes_out_is_plain():
     assert not isinstance(output["loss"], DTensor)
     assert not isinstance(output["logits"], DTensor)
     assert output["logits"].shape == (2, 8, 37)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("axis", ["dp_shard", "tp"])
+def test_weights_of_another_rank_are_those_of_rank_0(axis):
+    plan, rank = plan_of({axis: 2}), get_platform().groups.rank()
+    expected, model = build_model(plan), build_model(plan)
+    for weight in model.get_parameters() if rank == 1 else ():
+        weight.set_data(weight * 2 + 1)
+    with pytest.warns(UserWarning, match=r"ranks \[1\] have other initial weights than rank 0"):
+        model = apply(model, plan)
+    for (name, weight), (_, reference) in zip(named_parameters(model), named_parameters(expected), strict=True):
+        assert np.array_equal(whole(weight), reference.asnumpy()), name
+
+
+@on_ranks(2)
+def test_ranks_that_are_passed_other_samples_are_refused_before_they_compute():
+    plan = plan_of({"tp": 2})
+    model = apply(build_model(plan), plan)
+    tokens = Tensor(np.arange(16).reshape(2, 8) + get_platform().groups.rank())
+    with pytest.raises(
+        ValueError, match=r"tp: ranks \[0, 1\] compute the same samples together, but rank 0 is passed 0"
+    ):
+        model(tokens, tokens)
 
 
 @on_ranks(2)

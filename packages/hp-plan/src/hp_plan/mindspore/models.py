@@ -13,6 +13,7 @@ from hp_dtensor.mindspore.extend import replicate_parameters
 from hp_fsdp.extend import watch_optimizers
 from hp_plan.outline import ModelOutline, ModuleOutline
 from hp_plan.plan import ParallelPlan
+from hp_plan.port import Compare
 from hp_styles.mindspore.extend import kind as parallel_kind
 
 
@@ -105,6 +106,17 @@ def keep_border_plain(model: nn.Cell, mesh: DeviceMesh, plain: Callable[[Any], A
             return plain(construct(*inputs, **keywords))
 
     model.construct = inside_replication  # A Cell has no hook that runs where its construct raised.
+
+
+def compare_samples(model: nn.Cell, compare: Compare) -> None:
+    """Compare the model's inputs between the ranks that share samples, before anything is computed with them."""
+    construct = vars(model).get("construct") or type(model).construct.__get__(model)
+
+    def of_same_samples(*inputs: Any, **keywords: Any) -> Any:
+        compare(model.training, inputs, keywords)
+        return construct(*inputs, **keywords)
+
+    model.construct = of_same_samples
 
 
 def spread_attention(model: nn.Cell) -> None:

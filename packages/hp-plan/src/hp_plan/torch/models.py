@@ -18,9 +18,11 @@ from hp_pipeline import PipelinedModel
 from hp_plan.context import caps_logits
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
 from hp_plan.plan import ParallelPlan
+from hp_plan.port import Compare
 from hp_plan.torch import context
 from hp_plan.torch import pretrained as library
 from hp_plan.torch.saved import saved_bytes as saved_bytes
+from hp_plan.torch.saving import save_whole
 from hp_platform.extend import map_nested
 from hp_styles.extend import hook
 from hp_styles.torch.extend import modules as styles_modules
@@ -166,6 +168,15 @@ def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Plain) -> None:
                 _take_distributed_inputs(block, mesh)
 
 
+def compare_samples(model: nn.Module, compare: Compare) -> None:
+    """Compare the model's inputs between the ranks that share samples, before anything is computed with them."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        compare(module.training, args, kwargs)
+
+    model.register_forward_pre_hook(hook(enter), prepend=True, with_kwargs=True)
+
+
 def spread_attention(model: nn.Module) -> None:
     """Let attention that caps its logits be one that a context parallel style finds."""
     config = getattr(base(model), "config", None)
@@ -234,7 +245,7 @@ def adapt_library_methods(model: nn.Module, *, tensor_parallel: bool) -> None:
     """Adapt the methods of transformers' models besides forward to a plan."""
     if tensor_parallel:
         library.generate_inside(model)
-    library.save_whole(model)
+    save_whole(model)
 
 
 def compilers() -> list[str]:
