@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hp_fsdp import full_state_dict, fully_shard
+from hp_plan import ParallelPlan, apply
 from hp_testing import on_ranks
 
 pytestmark = [
@@ -158,6 +159,23 @@ def test_the_trainer_as_in_one_process(tmp_path: Path):
         assert names["trainer"].model_wrapped is names["model"]
     saved(tmp_path, expected(tokens.rows, 0.01))
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+
+
+@on_ranks(2, timeout=120.0)
+def test_a_trainer_saves_a_planned_model_from_all_ranks(tmp_path: Path):
+    settings = {"max_steps": 3, "save_steps": 2, "save_only_model": True, "report_to": [], "disable_tqdm": True}
+    tokens = Tokens(12)
+    with launched():
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, dataloader_pin_memory=False, **settings)
+        model = apply(
+            llama(), ParallelPlan.from_dict({"mesh": {"dp_shard": 2}, "fsdp": {"groups": ["model.layers.*"]}})
+        )
+        trainer = Trainer(model, arguments, train_dataset=tokens)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "end"))
+    saved(tmp_path / "end", full_state_dict(model, cpu=True))
+    between = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2", dtype=torch.float64).state_dict()
+    assert not torch.equal(between["lm_head.weight"], llama().state_dict()["lm_head.weight"])
 
 
 @on_ranks(2, timeout=120.0)

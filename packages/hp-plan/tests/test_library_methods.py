@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import transformers
+from torch.distributed import distributed_c10d
 
 from hp_plan import apply, build_model
+from hp_plan.torch import saving
+from hp_platform import get_platform
 from hp_testing import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -50,6 +55,42 @@ def test_a_sharded_model_is_saved_as_what_it_is(tmp_path):
     model.load_state_dict(state)
     apply(model, plan).save_pretrained(tmp_path)
     saved_as(tmp_path, one, state)
+
+
+@on_ranks(2)
+def test_one_rank_saves_a_whole_state_alone(tmp_path):
+    plan = plan_of(FAMILIES["llama"], Cell({"tp": 2}))
+    one = build_model(plan)
+    state = {name: value.clone() for name, value in one.state_dict().items()}
+    model = apply(build_model(plan), plan)
+    if get_platform().groups.rank() == 1:
+        model.save_pretrained(tmp_path / "1", state_dict=dict(state))
+        assert not list(tmp_path.glob("1/*.safetensors"))  # transformers writes on rank 0
+    else:
+        model.save_pretrained(tmp_path / "0", state_dict=dict(state))
+        saved_as(tmp_path / "0", one, state)
+
+
+@on_ranks(2)
+def test_a_rank_that_saves_alone_says_for_whom_it_waits(tmp_path):
+    plan = plan_of(FAMILIES["llama"], Cell({"dp_shard": 2}), ("model.layers.*",))
+    model = apply(build_model(plan), plan)
+    store = distributed_c10d._get_default_store()
+    if get_platform().groups.rank() == 0:
+        limit = store.timeout
+        store.set_timeout(timedelta(seconds=1))
+        try:
+            with (
+                pytest.warns(UserWarning, match="rank 0: save_pretrained") as told,
+                mock.patch.object(saving, "_PATIENCE", 0.2),
+                pytest.raises(TimeoutError) as raised,
+            ):
+                model.save_pretrained(tmp_path)
+        finally:
+            store.set_timeout(limit)
+        assert "every rank has to call it, but ranks [1] have not yet: call it outside of" in str(raised.value)
+        assert [str(each.message) for each in told] == [f"rank 0: {raised.value}"]
+    get_platform().collectives.barrier()
 
 
 def saved_as(path: Path, one: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Models of transformers under a plan: made by the names in it, generating text, saving a checkpoint."""
+"""Models of transformers under a plan: made by the names in it, and generating text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_dtensor import DTensor, implicit_replication
+from hp_dtensor import implicit_replication
 from hp_moe import register_experts
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
-from hp_platform import get_platform
 from hp_styles.torch.extend import capped_attention
 
-__all__ = ["generate_inside", "save_whole"]
+__all__ = ["generate_inside"]
 
 # Taken by every configuration of transformers without being a field of it.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -215,41 +214,3 @@ def generate_inside(model: nn.Module) -> None:
             return original(*args, **options)
 
     model.generate = generate  # type: ignore[assignment]
-
-
-def save_whole(model: nn.Module) -> None:
-    """Make `save_pretrained` write full weights: every rank calls it, they gather, and rank 0 writes."""
-    if not callable(getattr(model, "save_pretrained", None)):
-        return
-    original: Any = model.save_pretrained
-
-    @functools.wraps(original)
-    def save_pretrained(save_directory: Any, *args: Any, **options: Any) -> None:
-        state = options.pop("state_dict", None)
-        whole = _gathered(model.state_dict() if state is None else state)
-        if get_platform().groups.rank() == 0:
-            original(save_directory, *args, state_dict=whole, **options)
-        done = torch.zeros(1, device=get_platform().devices.current_device())
-        get_platform().collectives.all_reduce(done, "sum", group=_everyone())  # Others may read what was written.
-
-    model.save_pretrained = save_pretrained  # type: ignore[assignment]
-
-
-def _everyone() -> Any:
-    groups = get_platform().groups
-    return groups.new_group(range(groups.size()))
-
-
-def _gathered(state: dict[str, Any]) -> dict[str, Any]:
-    """Gather the DTensors of a state; a tensor under several names stays one tensor, as savers expect."""
-    full: dict[int, torch.Tensor] = {}
-    for value in state.values():
-        if isinstance(value, DTensor) and _identity(value) not in full:
-            full[_identity(value)] = value.full_tensor().detach().cpu().clone()
-    return {name: full[_identity(value)] if isinstance(value, DTensor) else value for name, value in state.items()}
-
-
-def _identity(value: torch.Tensor) -> int:
-    """Return the address of the local tensor's memory; an empty one has none, so the object's."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.data_ptr() or id(value)
