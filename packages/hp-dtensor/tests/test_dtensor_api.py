@@ -267,6 +267,9 @@ def test_text() -> None:
     print(x)
     with pytest.raises(TypeError, match="unsupported format string"):
         f"{x:.2f}"
+    total = x.sum()
+    assert f"{total:.1f}" == "15.0" and f"{total}" == repr(total)  # a number would be a collective in a text
+    assert f"{total.full_tensor()}" == f"{total.redistribute(placements=[Replicate()])}" == "15.0"
 
 
 # ---- copies ----

@@ -352,9 +352,9 @@ class DTensor(torch.Tensor):
         )
 
     def __format__(self, spec: str) -> str:
-        if not spec:
-            return repr(self)
-        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+        if self.dim() == 0 and (spec or all(placement.is_replicate() for placement in self._spec.placements)):
+            return format(self.item(), spec)  # also in names that a model makes of a number
+        return object.__format__(self, spec) if spec else repr(self)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
