@@ -20,7 +20,7 @@ class ModuleDifference:
         module: its name.
         output: of what it computed in forward.
         gradient: of its own parameters' gradients.
-        weight: of its own parameters after the optimizer's step.
+        weight: of its own parameters and buffers after the optimizer's step.
     """
 
     module: str

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_DRAWS = {torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.bernoulli}
+_DRAWS |= {torch.multinomial, torch.normal, torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_}
 _GROUPED = tuple(
     function for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if (function := getattr(owner, name, None))
 )
@@ -25,12 +27,14 @@ class Float64(TorchFunctionMode):
     programs don't share; that it was left out is in `notes`.
 
     Attributes:
-        notes: changes to the model's computation, each once.
+        notes: changes to the model's computation, and what it draws at random, each once.
+        trains: the model runs, and is not being built.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[str] = []
+        self.trains = False
 
     def __enter__(self) -> Float64:
         super().__enter__()
@@ -46,6 +50,11 @@ class Float64(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             self._note("scaled_dot_product_attention", kwargs["dropout_p"])
             kwargs["dropout_p"] = 0.0
+        if self.trains and func is torch.rand and args in ((()), ([],), ((),)) and kwargs.get("generator") is None:
+            self._say("torch.rand([]), as layers are dropped by, gave 0.5: two programs don't draw alike")
+            return torch.tensor(0.5, dtype=kwargs.get("dtype") or torch.float64, device=kwargs.get("device"))
+        if self.trains and func in _DRAWS and kwargs.get("generator") is None:
+            self._say(f"{func.__name__} was called: two programs don't draw alike, so differences may be of chance")
         if func in _GROUPED and args[0].dtype is torch.float64:
             return _grouped_product(*args, **kwargs)
         return func(*args, **kwargs)
@@ -58,7 +67,9 @@ class Float64(TorchFunctionMode):
         return bound.arguments["input"]
 
     def _note(self, name: str, p: float) -> None:
-        note = f"{name} of p = {p:g} was set to 0: two programs don't draw alike"
+        self._say(f"{name} of p = {p:g} was set to 0: two programs don't draw alike")
+
+    def _say(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 

@@ -47,6 +47,11 @@ class Part:
         """Return the parameters, a shared one under each of its names."""
         return dict(self.module.named_parameters(remove_duplicate=False))
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of the modules that compute here, a shared one under each of its names."""
+        named = self.module.named_buffers(remove_duplicate=False)
+        return {name: buffer for name, buffer in named if name.rpartition(".")[0] in self.names}
+
     def samples(self, rows: slice) -> slice:
         """Return the samples of the micro-batch that runs now, of this rank's samples of the batch."""
         told = self._told  # a whole model may be traced before

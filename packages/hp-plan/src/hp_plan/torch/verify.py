@@ -32,14 +32,17 @@ from hp_styles.extend import runs_on_parts
 _KINDS = ("output", "gradient", "weight")
 # Of the largest gradient, or weight: some have none but rounding errors, such as a key's bias under a softmax.
 _FLOOR = 1e-6
+# A gradient of less, in relation to the largest, is of rounding errors alone. AdamW divides it by its own size, so what
+# it makes of the weight is compared with the largest weight.
+_ROUNDING = 1e-13
 
 
 def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> VerifyResult:
     """Train the plan's model twice in float64, under the plan and in one process, and compare the results.
 
     Every rank calls it. Each runs the one-process program for itself and compares every module's output on its own
-    samples, and after each step the loss, every gradient and every weight. Labels are left out at random, more of some
-    samples than of others, where the model's loss counts those that are left.
+    samples, and after each step the loss, every gradient, every weight and every buffer. Labels are left out at random,
+    more of some samples than of others, where the model's loss counts those that are left.
 
     Args:
         plan: the plan; its dtypes are replaced by float64, its text by random tokens.
@@ -63,15 +66,19 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
         for step in range(steps):
             batch = _batch(plan, single, step)
             compared.begin_step()
+            mode.trains = True
             with compared.expected_outputs():
                 expected = runs[0].whole(batch)
             with compared.outputs(rows, places, batch=len(batch.tokens)):
                 got = runs[1].share(batch[rows], compared.begins)
+            mode.trains = False
             compared.loss(got, expected)
             compared.tensors("gradient", lambda parameter: parameter.grad)
+            compared.leave_out_unseen()
             runs[0].update(lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit))
             runs[1].update(clip_gradients)
             compared.tensors("weight", lambda parameter: parameter.detach())
+            compared.buffers()
     return dataclasses.replace(compared.result(tolerance), notes=(*mode.notes, *uncompiled))
 
 
@@ -138,6 +145,7 @@ class _Compared:
         self._parameters = dict(single.named_parameters(remove_duplicate=False))
         self._own = {name: weight for part in self._parts for name, weight in part.parameters().items()}
         self._somewhere = _on_any_rank(self._parameters, self._own)
+        self._rounding: set[str] = set()  # parameters whose last gradient was of rounding errors
         self._expected: dict[str, list[torch.Tensor]] = {}  # of each call
         self._steps: list[dict[str, dict[str, float]]] = []
         self._losses: list[float] = []
@@ -177,6 +185,8 @@ class _Compared:
                     mine = _samples(expected[calls[name] % len(expected)], got, part.samples(rows), batch)
                     calls[name] += 1
                     mine = _tokens_of(mine, got, places)
+                    if mine.shape != got.shape and next(part.module.get_submodule(name).parameters(), None) is None:
+                        return  # an activation of tokens that experts have ordered: what follows it is compared
                     self._note(name, "output", _difference(got, mine))
 
                 hooks.enter_context(part.counting())
@@ -184,7 +194,7 @@ class _Compared:
             yield
 
     def _keep(self, name: str, output: torch.Tensor) -> None:
-        self._expected.setdefault(name, []).append(output.detach())
+        self._expected.setdefault(name, []).append(output.detach().clone())  # what follows may write to it
         self._note(name, "output", 0.0)
 
     def loss(self, got: float | None, expected: float) -> None:
@@ -208,7 +218,30 @@ class _Compared:
             if (got is None) != (expected is None):
                 self._note(module, kind, math.inf)
             elif got is not None and expected is not None:
-                self._note(module, kind, _difference(_whole(got), expected, floor=_FLOOR * largest))
+                floor = 1.0 if kind == "weight" and name in self._rounding else _FLOOR
+                self._note(module, kind, _difference(_whole(got), expected, floor=floor * largest))
+            if kind == "gradient" and _largest(expected) < _ROUNDING * largest:
+                self._rounding.add(name)
+
+    def leave_out_unseen(self) -> None:
+        """Forget the outputs of modules that the loss does not see, as of a pooler: a stage computes them of zeros."""
+        for name in self._compared:
+            around = name  # the module, or the first around it that has parameters
+            while around and next(self._single.get_submodule(around).parameters(), None) is None:
+                around = around.rpartition(".")[0]
+            own = [each for each in self._single.get_submodule(around).parameters() if each.requires_grad]
+            if own and all(each.grad is None for each in own):
+                self._steps[-1].get(name, {}).pop("output", None)
+
+    def buffers(self) -> None:
+        """Compare the buffers of this rank, as weights of their modules: what forward writes may be of its samples."""
+        own = {name: buffer for part in self._parts for name, buffer in part.buffers().items()}
+        for name, buffer in self._single.named_buffers(remove_duplicate=False):
+            if name in own:
+                got = _whole(own[name])
+                self._note(name.rpartition(".")[0], "weight", _difference(got.double(), buffer.double()))
+            else:
+                self._note(name.rpartition(".")[0], "weight", 0.0)
 
     def result(self, tolerance: float) -> VerifyResult:
         """Return the largest differences of all ranks."""
@@ -262,6 +295,8 @@ def _samples(expected: torch.Tensor, got: torch.Tensor, rows: slice, batch: int)
 
 def _tokens_of(expected: torch.Tensor, got: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
     """Return the part of an output for some tokens: those of a dim of their own, or of one with the samples."""
+    if got.ndim == expected.ndim > 1 and len(got) == 1 < len(expected) and torch.equal(expected[:1], expected[-1:]):
+        expected = expected[:1]  # the same for each sample, as of positions
     different = [dim for dim, (own, whole) in enumerate(zip(got.shape, expected.shape, strict=False)) if own != whole]
     if len(different) != 1 or got.ndim != expected.ndim:
         return expected
