@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from hp_dtensor import init_device_mesh
 from hp_fsdp import fully_shard
-from hp_testing import on_ranks
+from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import data_mesh, seeded
@@ -54,10 +55,10 @@ class Codes(nn.Module):
         return self.project(x) + self.codes.mean()
 
 
-def sharded(write: Any, **options: Any) -> tuple[nn.Module, torch.Tensor]:
+def sharded(write: Any, mesh: Any = None, **options: Any) -> tuple[nn.Module, torch.Tensor]:
     model = seeded(lambda: nn.Sequential(Codes(write, **options), nn.Linear(8, 4)))
-    fully_shard(model[0], data_mesh())
-    fully_shard(model, data_mesh())
+    fully_shard(model[0], mesh or data_mesh())
+    fully_shard(model, mesh or data_mesh())
     return model, torch.randn(3, 8, dtype=torch.float64, device=next(model.parameters()).device)
 
 
@@ -71,6 +72,33 @@ def test_a_write_in_forward_is_refused(write, trains):
             model(x)
     with torch.no_grad(), pytest.raises(RuntimeError, match="wrote to one of its parameters"):
         model.eval()(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_to_replicas_is_refused(write):
+    mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model, x = sharded(WRITES[write], mesh)
+    with pytest.raises(
+        RuntimeError, match=r"forward of 0 wrote to one of its parameters \(codes.* the replicas differ"
+    ):
+        model(x)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("write", WRITES)
+def test_one_process_keeps_what_forward_writes(write):
+    model, x = sharded(WRITES[write])
+    if write == "data":
+        with pytest.raises(RuntimeError, match="wrote to one of its parameters"):
+            model(x)
+        return
+    expected = torch.ones(6, 8, dtype=torch.float64, device=x.device)
+    for _ in range(2):
+        model(x).sum().backward()
+        with torch.no_grad():
+            WRITES[write](expected, torch.full_like(expected, 2.0))
+    assert torch.equal(model[0].codes.full_tensor(), expected)
 
 
 @on_ranks(2)

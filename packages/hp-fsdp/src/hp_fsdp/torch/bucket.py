@@ -173,6 +173,7 @@ class Bucket:
         if self.offload is None:
             self.device = device
         self.aliased = self.axes.shard_size == 1 and self.compute_dtype is self.dtype and self.home == self.device
+        self.keeps_writes = self.aliased and self.axes.replicate_size == 1
         device = self.device
         with torch.inference_mode(False), torch.no_grad():
             if self.aliased:

@@ -192,22 +192,24 @@ class ParameterGroup(Group):
         return any(bucket.stale(self.user_unsharded) for bucket in self.buckets)
 
     def versions(self) -> list[int]:
-        """List the versions of the gathered buffers, of which a write is lost."""
-        return [_get_version(bucket.full) for bucket in self.buckets if not bucket.aliased]
+        """List the versions of the buffers of which a write is lost, or of this rank alone."""
+        return [_get_version(bucket.full) for bucket in self.buckets if not bucket.keeps_writes]
 
     def contents(self) -> list[Any]:
-        """Sum up the gathered buffers of which a write is lost, bits as integers, and list where parameters lie."""
+        """Sum up the buffers of `versions`, bits as integers, and list where parameters lie."""
         with torch.no_grad(), _plain():
-            buckets = [bucket for bucket in self.buckets if not bucket.aliased]
+            buckets = [bucket for bucket in self.buckets if not bucket.keeps_writes]
             wide = [torch.int16 if bucket.full_alias.itemsize > 1 else torch.int8 for bucket in buckets]
             sums = [bucket.full_alias.view(dtype).sum() for bucket, dtype in zip(buckets, wide)]
-            places = [each.unsharded.data_ptr() for bucket in buckets for each in bucket.parameters]
+            places = [each.unsharded.data_ptr() for bucket in self.buckets for each in bucket.parameters]
             return [*(each.item() for each in sums), *places]
 
     def written(self) -> str:
         """Describe a write in forward: Note [Writes in forward] in `hp_fsdp.torch.hooks`."""
         names = [each.name for each in self.parameters if not each.trains] or [each.name for each in self.parameters]
-        return lost_write(self.name, names)
+        return lost_write(
+            self.name, names, replicated=any(bucket.aliased and not bucket.keeps_writes for bucket in self.buckets)
+        )
 
     # ---- gradients ----
     def note_call(self) -> None:

@@ -26,9 +26,9 @@ Note [Gradients by other ways]
     end of the pass. If no module's backward began at all, the optimizer's step refuses them.
 
 Note [Writes in forward]
-    What forward writes to a gathered parameter would be lost when it is freed, and each rank may have written something
-    else. The gathered buffer's version tells of it, but not of writes by ``parameter.data``. So the first forward in
-    training, and the first one in evaluation, compare the contents before and after as well.
+    What forward writes to a gathered parameter would be lost when it is freed, and each rank, or replica, may have
+    written something else. The buffer's version tells of it, but not of writes by ``parameter.data``. So the first
+    forward in training, and the first one in evaluation, compare the contents before and after as well.
 
 Note [Forward inside backward]
     Activation checkpointing runs forward again in backward. The hooks of the first run are on the graph already; the

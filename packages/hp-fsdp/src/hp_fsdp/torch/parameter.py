@@ -215,12 +215,14 @@ class ManagedParameter:
             setattr(self.unsharded, name, getattr(self.sharded, name))
 
 
-def lost_write(module: str, names: list[str]) -> str:
-    """Describe a write to gathered parameters of a module."""
+def lost_write(module: str, names: list[str], *, replicated: bool) -> str:
+    """Describe a write to parameters of a module in forward."""
     among = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    copies = "They are gathered copies, which are freed after it, so the write would be lost"
+    replicas = "Each rank has a replica, so the write is of this rank's samples alone and the replicas differ"
     return (
-        f"fully_shard: forward of {module} wrote to one of its parameters ({among}). They are gathered copies, which"
-        " are freed after it, so the write would be lost. Keep what forward writes in a buffer (register_buffer), leave"
+        f"fully_shard: forward of {module} wrote to one of its parameters ({among})."
+        f" {replicas if replicated else copies}. Keep what forward writes in a buffer (register_buffer), leave"
         " the parameter out with ignored_params=[...], or write to it outside of forward"
     )
 
