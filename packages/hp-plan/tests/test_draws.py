@@ -59,6 +59,8 @@ def dropped(mesh, steps=(7,), **run):
     kept: list[str] = []
 
     def note(module, args, output):
+        if not module.training:
+            return  # of the comparison with a whole sequence
         whole = output.full_tensor() if isinstance(output, DTensor) else output
         kept.append("".join(str(int(each != 0)) for each in whole.detach().flatten()[:64]))
 

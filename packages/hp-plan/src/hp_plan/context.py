@@ -92,6 +92,9 @@ def _check_mixing(plan: ParallelPlan, model: ModelOutline, blocks: str) -> Itera
     others = sorted(set(_each(config, "layer_types")) - set(_LAYERS))
     if others and not without:
         yield _refused(plan, f"layers are of the type {others[0]!r}; known are {', '.join(_LAYERS)}", leave)
+    if getattr(config, "attn_temperature_tuning", False) and not all(_each(config, "no_rope_layers")):
+        message = "attn_temperature_tuning scales queries by places that attention counts in what it is passed"
+        yield _refused(plan, message, leave)
     implementation = getattr(config, "_attn_implementation", None)
     if implementation != "sdpa" and not (implementation == "eager" and caps_logits(config)):
         message = f"attention is computed by {implementation!r}, and 'sdpa' is what can be spread over ranks"

@@ -18,14 +18,15 @@ from torch import nn
 from hp_dtensor import DeviceMesh
 from hp_pipeline import PipelinedModel
 from hp_plan.micro_batches import IGNORED
-from hp_platform.extend import agree, share_bytes
+from hp_plan.torch.context_guard import ContextGuard
+from hp_platform.extend import agree, map_nested, share_bytes
 from hp_styles import context_parallel_shard, context_parallel_unshard
 from hp_styles.extend import hook
 
 __all__ = ["Border", "counts_tokens", "is_attention"]
 
 T = torch.Tensor
-_NUMBERS = struct.Struct("<qq")  # of labels, and a digest
+_NUMBERS = struct.Struct("<qq?")  # of labels, a digest, and whether the guard is asked
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels")
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
 
@@ -59,6 +60,8 @@ class Border:
 
     def __init__(self, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool) -> None:
         self._mesh, self._data, self._load_balance = mesh, data, load_balance
+        self._guard: ContextGuard | None = None
+        self._last: T | None = None  # the largest position of the call
 
     def attach(self, model: nn.Module, plain: Callable[[Any], Any]) -> None:
         """Register the hooks of a model.
@@ -68,19 +71,30 @@ class Border:
             plain: makes the model's output plain.
         """
         loss, sizes = _CountedLoss(model), [0, 0]
+        chunks = self._mesh.size() * (2 if self._load_balance else 1)
+        self._guard = guard = ContextGuard(model, self._part, self._shard, chunks, self._data.get_group())
+        for each in model.modules():
+            if _changes_frequencies(each):
+                self._see_last_position(each)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if guard.running:
+                return None
             parts = self.parts(type(module).forward, args, kwargs)
             loss.expected = "labels" in parts
             sizes[:] = _rows(parts).shape[:2]
             return (), parts
 
         def whole(module: nn.Module, args: Any, output: Any) -> Any:
+            if guard.running:
+                return None
             if not loss.expected:
                 return output if loss.called else self._gathered(plain(output), *sizes)
             loss.refuse()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if guard.running:
+                return
             loss.expected = loss.called = False
 
         model.register_forward_pre_hook(hook(enter), prepend=True, with_kwargs=True)
@@ -136,7 +150,32 @@ class Border:
         length = _length(tokens)
         if "position_ids" not in tokens:
             tokens["position_ids"] = torch.arange(length, device=_rows(tokens).device)[None]
-        return inputs, tokens, context_parallel_shard(tokens, self._mesh, load_balance=self._load_balance)
+        self._last = tokens["position_ids"].max()
+        return inputs, tokens, self._shard(tokens)
+
+    def _shard(self, tokens: dict[str, T]) -> dict[str, T]:
+        return context_parallel_shard(tokens, self._mesh, load_balance=self._load_balance)
+
+    def _part(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs with this rank's part of those that belong to tokens."""
+        inputs, _, parts = self._cut(inputs)
+        return {**inputs, **parts}
+
+    def _see_last_position(self, rotary: nn.Module) -> None:
+        """Let frequencies that depend on the length be those of the whole sequence: its last position comes along."""
+
+        def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            named = dict(zip(_parameters(type(module).forward)[1:], args, strict=False)) | kwargs
+            positions = named["position_ids"]
+            assert self._last is not None  # the model was called
+            last = self._last.to(positions).expand(*positions.shape[:-1], 1)
+            return (), {**named, "position_ids": torch.cat([positions, last], -1)}
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            return map_nested(lambda each: each[..., :-1, :], output)
+
+        rotary.register_forward_pre_hook(hook(enter), with_kwargs=True)
+        rotary.register_forward_hook(hook(leave))
 
     def _agree(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, T], dict[str, Any], int]:
         """Cut the inputs, and count the labels of all ranks with other tokens.
@@ -146,13 +185,17 @@ class Border:
             ValueError: on all of these ranks: ranks of `cp` are passed different inputs, or a rank refuses its own.
         """
         cut: list[tuple[dict[str, Any], dict[str, T], dict[str, Any]]] = []
+        padding = [0]
 
         def own() -> bytes:
             cut.append(self._cut(inputs))
             tokens = cut[0][1]
             labels, digest = tokens.get("labels"), _digest(tokens)
             count = torch.zeros_like(digest) if labels is None else (labels != IGNORED).sum()
-            return _NUMBERS.pack(*torch.stack([count, digest]).tolist())
+            mask = tokens.get("attention_mask")
+            zeros = torch.zeros_like(digest) if mask is None else (mask == 0).sum()
+            *numbers, padding[0] = torch.stack([count, digest, zeros]).tolist()
+            return _NUMBERS.pack(*numbers, self._guard is not None and self._guard.asks(inputs, padding[0] > 0))
 
         def failed(texts: Mapping[int, str], error: Exception | None) -> Exception:
             ranks = self._data.ranks.reshape(-1).tolist()
@@ -162,12 +205,15 @@ class Border:
         group = self._data.get_group()
         numbers = [_NUMBERS.unpack(row) for row in agree(own, failed, functools.partial(share_bytes, group=group))]
         size = self._mesh.size()  # `cp` is the innermost axis
-        if any(digest != numbers[place - place % size][1] for place, (_, digest) in enumerate(numbers)):
+        if any(digest != numbers[place - place % size][1] for place, (_, digest, _) in enumerate(numbers)):
             raise ValueError(
                 f"cp: its {size} ranks are passed different inputs, but they share each sample: pass the same whole"
                 f" sequences on all of them ({', '.join(cut[0][1])})"
             )
-        return *cut[0], sum(count for count, _ in numbers[::size])
+        if any(asks for *_, asks in numbers):
+            assert self._guard is not None  # it was asked
+            self._guard.compare(inputs, cut[0][1], padding[0] > 0)
+        return *cut[0], sum(count for count, *_ in numbers[::size])
 
     def _gathered(self, value: Any, samples: int, length: int) -> Any:
         """Gather what has this rank's tokens: [samples, length, ...], or [samples * length, ...] as a router's."""
@@ -260,6 +306,15 @@ def _check(inputs: Mapping[str, Any]) -> None:
                 f"cp: an attention_mask of shape {tuple(value.shape)}; pass one of padding, [batch, sequence], or"
                 " position_ids that start anew in each packed document"
             )
+
+
+def _changes_frequencies(module: nn.Module) -> bool:
+    """Return True for rotary positions as of transformers whose frequencies depend on the largest one."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return "position_ids" in _parameters(type(module).forward) and any(
+        isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds
+    )
 
 
 def _rows(tokens: Mapping[str, Any]) -> T:

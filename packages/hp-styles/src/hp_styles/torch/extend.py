@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from hp_styles.torch import modules
 from hp_styles.torch.context.attention import capped_attention
+from hp_styles.torch.context.hooks import whole_sequences
 
-__all__ = ["capped_attention", "modules"]
+__all__ = ["capped_attention", "modules", "whole_sequences"]

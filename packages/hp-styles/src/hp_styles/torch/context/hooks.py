@@ -9,7 +9,9 @@ Note [Entered and left]
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +31,7 @@ from hp_styles.torch.context.exchange import Transfer
 from hp_styles.torch.context.sequence import CUT, like
 from hp_styles.torch.context.settling import Settling, end_round
 
-__all__ = ["attach", "enclose"]
+__all__ = ["attach", "enclose", "whole_sequences"]
 
 T = torch.Tensor
 _SEQUENCE = 2
@@ -63,6 +65,7 @@ class _Frame:
 class _Frames(threading.local):
     def __init__(self) -> None:
         self.stack: list[_Frame] = []
+        self.whole = False  # see `whole_sequences`
 
     def of(self, module: nn.Module) -> _Frame | None:
         """Return the frame of ``module``, if it is the innermost."""
@@ -70,6 +73,16 @@ class _Frames(threading.local):
 
 
 _frames = _Frames()
+
+
+@contextlib.contextmanager
+def whole_sequences() -> Iterator[None]:
+    """Inside, on this thread, modules of the style attend to what they are passed, as if it were not a part."""
+    before, _frames.whole = _frames.whole, True
+    try:
+        yield
+    finally:
+        _frames.whole = before
 
 
 class _Attention(TorchFunctionMode):
@@ -156,11 +169,13 @@ def enclose(root: nn.Module, rounds: Rounds, mesh: DeviceMesh, load_balance: boo
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         rounds.enter(module)
+        if _frames.whole:
+            return
         if mesh.size() > 1 and rounds.current.fault is None:
             rounds.current.fault = _cut_otherwise(mesh, load_balance, args, kwargs) or left_out(module, args, kwargs)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
-        if rounds.open == [module]:
+        if rounds.open == [module] and not _frames.whole:
             end_round(rounds.current, rounds)
 
     root.register_forward_pre_hook(hook(enter), with_kwargs=True)
@@ -191,6 +206,8 @@ def _enter(group: ContextGroup, settings: Settings) -> Any:
     early = tuple(settings.projections) if group.size > 1 else ()
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if _frames.whole:
+            return args, kwargs
         call, positional, named = Call(type(module).__name__), args, kwargs
         if group.size > 1:
             call, positional, named = call_of(module, args, kwargs)
@@ -236,6 +253,8 @@ def _check_met(module: nn.Module, args: Any, output: Any) -> None:
 # ---- q, k and v are the module's inputs ----
 def _receiver(group: ContextGroup, settings: Settings) -> Any:
     def receive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _frames.whole:
+            return args, kwargs
         args, kwargs = tuple(args), dict(kwargs)
         qkv = [find_input(module, args, kwargs, settings, which) for which in range(3)]
         q: T = qkv[0][1]
@@ -263,7 +282,9 @@ def _receiver(group: ContextGroup, settings: Settings) -> Any:
 def _giver(group: ContextGroup, settings: Settings) -> Any:
     def give(module: nn.Module, args: Any, output: Any) -> Any:
         frame = _frames.of(module)
-        assert frame is not None and frame.query is not None  # the hook before made it
+        if frame is None:  # see `whole_sequences`
+            return output
+        assert frame.query is not None  # the hook before made it
         several = isinstance(output, (tuple, list))
         first, *others = output if several else (output,)
         if not isinstance(first, T) or any(isinstance(x, T) for x in others):
