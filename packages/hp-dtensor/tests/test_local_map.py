@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from hp_dtensor import DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, local_map
+from hp_dtensor import (
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    custom_shard,
+    distribute_tensor,
+    init_device_mesh,
+    local_map,
+)
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
@@ -173,3 +183,46 @@ def test_errors_of_torchs_types() -> None:
         DTensor.from_local(rand(4), square, [Partial(), Partial("max")])
     with pytest.raises(NotImplementedError, match=r"with another mesh, .* cast first: x\.to\(dtype\)"):
         x.redistribute(square, [R, R], forward_dtype=torch.float32)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("rows", [7, 4, 2, 0])
+def test_uneven_shards(rows):
+    mesh = init_device_mesh(device_type(), (3,))
+    x = torch.arange(rows * 4.0, dtype=torch.float64, device=device_type()).view(rows, 4).requires_grad_()
+    d = distribute_tensor(x, mesh, [Shard(0)]).detach().requires_grad_()
+    functions = [
+        (lambda t: t * 2, [Shard(0)], lambda t: t * 2),
+        (lambda t: t.t().contiguous(), [Shard(1)], lambda t: t.t()),
+        (lambda t: t.sum(0), [Partial()], lambda t: t.sum(0)),
+    ]
+    for func, placements, expected in functions:
+        for result in (local_map(func, placements)(d), custom_shard(func, mesh, placements)(d)):
+            assert result.shape == expected(x).shape
+            assert torch.equal(result.full_tensor(), expected(x))
+            (gradient,) = torch.autograd.grad(result.full_tensor().square().sum(), d)
+            assert torch.equal(gradient.full_tensor(), *torch.autograd.grad(expected(x).square().sum(), x))
+
+
+@on_ranks(4)
+def test_uneven_shards_over_two_axes():
+    mesh = init_device_mesh(device_type(), (2, 2))
+    x = torch.arange(5 * 3.0, device=device_type()).view(5, 3)
+    for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Shard(1)]):
+        result = local_map(lambda t: t + 1, placements)(distribute_tensor(x, mesh, placements))
+        assert result.shape == (5, 3) and torch.equal(result.full_tensor(), x + 1)
+
+
+@on_ranks(2)
+def test_parts_of_no_tensor_are_refused_on_all_ranks():
+    mesh = init_device_mesh(device_type(), (2,))
+    x = distribute_tensor(torch.arange(5.0, device=device_type()), mesh, [Shard(0)])
+    local = x.to_local()
+
+    def other_sizes(part: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part, part]) if len(local) == 2 else part[:1]
+
+    with pytest.raises(
+        ValueError, match=r"result 0 is placed \(Shard\(0\),\), but .* of shape \(5,\), rank 0 has \(1,\) and not"
+    ):
+        local_map(other_sizes, [Shard(0)])(x)

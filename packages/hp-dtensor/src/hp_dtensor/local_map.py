@@ -1,4 +1,9 @@
-"""Functions of local tensors as functions of DTensors: ``local_map`` as in torch, and the shorter ``custom_shard``."""
+"""Functions of local tensors as functions of DTensors: ``local_map`` as in torch, and the shorter ``custom_shard``.
+
+Note [Shapes of results]
+    A result's global shape follows from this rank's part and the placements, if all parts are as large. Where an
+    argument has uneven shards, ranks tell each other the sizes of their parts of the results first.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,10 @@ from typing import Any
 from hp_dtensor import port
 from hp_dtensor.errors import LocalMapError
 from hp_dtensor.layout.layout import Layout
-from hp_dtensor.layout.placements import Placement
-from hp_dtensor.layout.spec import normalize
+from hp_dtensor.layout.placements import Placement, Shard
+from hp_dtensor.layout.spec import TensorSpec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh
+from hp_platform.extend import share_bytes
 
 __all__ = ["custom_shard", "local_map"]
 
@@ -79,7 +85,8 @@ def local_map(
             _local(index, value, in_placements, in_grad_placements, redistribute_inputs, mesh, varies)
             for index, value in enumerate(leaves)
         ]
-        return _placed(func(*_rebuilt(args, iter(local)), **kwargs), out_placements, mesh)
+        uneven = any(map(_is_uneven, dtensors))
+        return _placed(func(*_rebuilt(args, iter(local)), **kwargs), out_placements, mesh, uneven)
 
     return run
 
@@ -123,8 +130,11 @@ def custom_shard(
             local.append(value)
         out = fn(*local, **kwargs)
         several = isinstance(out, (tuple, list))
+        uneven = any(_is_uneven(value) for value in args if isinstance(value, dtensor))
         results = [
-            value if placements is None else dtensor.from_local(value, device_mesh, placements)
+            value
+            if placements is None
+            else _from_local(value, device_mesh, placements, uneven, "custom_shard: the result")
             for value, placements in zip(out if several else (out,), entries, strict=True)
         ]
         return tuple(results) if several else results[0]
@@ -186,7 +196,44 @@ def _checked(index: int, entry: Any, spec: Any, name: str) -> tuple[Placement, .
     return normalize(_placements(entry), spec.mesh, len(spec.shape), f"local_map: {name}[{index}]")
 
 
-def _placed(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
+def _is_uneven(value: Any) -> bool:
+    """Tell whether ranks have parts of different sizes of a DTensor; the answer is the same on all ranks."""
+    spec = value._spec
+    parts = [1] * len(spec.shape)
+    for p, size in zip(spec.placements, spec.mesh.shape, strict=True):
+        if isinstance(p, Shard):
+            parts[p.dim] *= size
+    return any(length % count for length, count in zip(spec.shape, parts, strict=True))
+
+
+def _from_local(value: Any, mesh: DeviceMesh, placements: Any, uneven: bool, what: str) -> Any:
+    """Return a result as a DTensor: Note [Shapes of results].
+
+    Raises:
+        LocalMapError: on all ranks: parts of other sizes than the placements give them.
+    """
+    from_local = port.tensors().DTensor.from_local
+    placed = normalize(placements, mesh, len(value.shape), what)
+    shape, own = list(value.shape), tuple(value.shape)
+    axes = [(axis, p.dim) for axis, p in enumerate(placed) if isinstance(p, Shard)]
+    if not (uneven and axes):
+        return from_local(value, mesh, placements)
+    for axis, dim in reversed(axes):
+        sizes = share_bytes(shape[dim].to_bytes(8, "little"), mesh.get_group(axis))
+        shape[dim] = sum(int.from_bytes(each, "little") for each in sizes)
+    expected = TensorSpec.of(mesh, placed, tuple(shape)).local_shape
+    fault = b"" if expected == own else f"rank {mesh.get_rank()} has {own} and not {expected}".encode()
+    for axis in range(len(placed)):
+        fault = next(filter(None, share_bytes(fault, mesh.get_group(axis))), b"")
+    if fault:
+        raise LocalMapError(
+            f"{what} is placed {placed}, but the ranks' results are not the parts of one tensor: of shape"
+            f" {tuple(shape)}, {fault.decode()}; func must keep the sizes of uneven shards"
+        )
+    return from_local(value, mesh, placements, shape=tuple(shape))
+
+
+def _placed(out: Any, out_placements: Any, mesh: DeviceMesh, uneven: bool) -> Any:
     """Return the results of ``func`` with tensors as DTensors."""
     values = list(_leaves(out))
     entries = out_placements if _is_several(out_placements) else (out_placements,)
@@ -204,7 +251,11 @@ def _placed(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
                 f"local_map: out_placements[{index}] is {entry}, but the result is a {type(value).__name__}: a tensor"
                 " needs placements, anything else None"
             )
-        placed.append(value if entry is None else dtensor.from_local(value, mesh, _placements(entry)))
+        placed.append(
+            value
+            if entry is None
+            else _from_local(value, mesh, _placements(entry), uneven, f"local_map: result {index}")
+        )
     return _rebuilt(out, iter(placed))
 
 
