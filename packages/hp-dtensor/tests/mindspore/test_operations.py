@@ -67,6 +67,8 @@ CASES = {
     "masked fill": (lambda x: x.masked_fill(x > 0, 0.0), A),
     "clamp": (lambda x: ops.clamp(x, -0.5, 0.5), A),
     "maximum": (mint.maximum, A, A),
+    "minimum broadcast": (mint.minimum, (6,), A),
+    "clamp by tensors": (lambda x, y: mint.clamp(x, y, y + 0.5), A, (6,)),
     "cast": (lambda x: x.astype(ms.float64).astype(ms.float32), A),
     "matmul": (mint.matmul, A, B),
     "matmul batch": (mint.matmul, (3, 2, 4), (3, 4, 2)),
@@ -248,3 +250,22 @@ def test_rows_that_a_sharded_table_does_not_have(ranks) -> None:
         with count_collectives() as counts, pytest.raises(RuntimeError, match=text):
             ops.gather(table, index, 0).asnumpy()
         assert not counts
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["minimum", "maximum"])
+def test_extremes_where_a_rank_has_no_rows(name) -> None:
+    function = getattr(mint, name)
+    mesh = init_device_mesh("cpu", (4,))
+    x, y = (np.random.default_rng(seed).normal(size=shape).astype(np.float32) for seed, shape in ((0, A), (1, (6,))))
+
+    def loss(a, b):
+        return (function(a, b) * function(a, b)).sum()
+
+    expected = ms.value_and_grad(loss, (0, 1))(Tensor(x), Tensor(y))
+    placed = distribute_tensor(Tensor(x), mesh, [Shard(0)]), distribute_tensor(Tensor(y), mesh, [Replicate()])
+    assert placed[0].to_local().shape[0] == (2, 2, 1, 0)[mesh.get_local_rank()]
+    value, gradients = parallelize_value_and_grad(loss, (0, 1))(*placed)
+    np.testing.assert_allclose(value.asnumpy(), expected[0].asnumpy(), rtol=1e-6)
+    for found, wanted in zip(gradients, expected[1], strict=True):
+        np.testing.assert_allclose(found.full_tensor().asnumpy(), wanted.asnumpy(), rtol=1e-6)

@@ -22,16 +22,18 @@ def _bind_pointwise() -> None:
         "pointwise",
         """Abs ACos AcosExt Acosh AcoshExt Asin AsinExt Asinh AsinhExt Atan AtanExt Atan2 Atan2Ext Atanh Addcdiv Addcmul
         BitwiseAnd BitwiseAndScalar BitwiseAndTensor BitwiseNot BitwiseOr BitwiseOrScalar BitwiseOrTensor BitwiseXor
-        BitwiseXorScalar BitwiseXorTensor Ceil CeLU ClampScalar ClampTensor Cos Cosh DivMod DivMods Elu EluExt
+        BitwiseXorScalar BitwiseXorTensor Ceil CeLU ClampScalar Cos Cosh DivMod DivMods Elu EluExt
         EqScalar Equal Erf Erfc Erfinv Exp Exp2 Expm1 Floor FloorDiv FloorDivScalar FmodScalar FmodTensor GeLU Gelu
         GeluExt Greater GreaterEqual GreaterEqualScalar HShrink Hardtanh HSigmoid HSwish Hypot IsClose IsFinite IsInf
         IsNan LeakyReLU LeakyReLUExt Lerp LerpScalar Less LessEqual LessScalar Log Log1p Log2 Log10 LogicalAnd
-        LogicalNot LogicalOr LogicalXor LogSigmoid MaskedFill MaskedFillScalar Maximum Minimum Mish MishExt NanToNum
-        NotEqual Pow PowScalarTensor PowTensorScalar ReLU ReLU6 Reciprocal RemainderScalarTensor RemainderTensorScalar
+        LogicalNot LogicalOr LogicalXor LogSigmoid MaskedFill MaskedFillScalar Mish MishExt NanToNum NotEqual
+        Pow PowScalarTensor PowTensorScalar ReLU ReLU6 Reciprocal RemainderScalarTensor RemainderTensorScalar
         RemainderTensorTensor Round Rsqrt Select SeLU SeLUExt Sigmoid Sign SiLU Sin Sinc Sinh Softplus SoftplusExt
         SoftShrink Softsign Sqrt Square Tan Tanh Trunc Xlogy""",
         shapes.broadcast,
     )
+    # These kernels refuse an empty operand and one that is broadcast to it.
+    bind("pointwise", "Maximum Minimum ClampTensor", shapes.broadcast, local=local.over_nothing())
     bind("pointwise", "Cast ToDtype", shapes.same)
     bind("add", "Add AddExt AddScalar Sub SubExt SubScalar", shapes.broadcast)
     bind("add", "AddN", lambda call: [call.shape])

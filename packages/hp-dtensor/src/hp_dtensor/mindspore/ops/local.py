@@ -6,6 +6,7 @@ kernel's place, a function of positional and keyword values, or None for the ker
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,11 @@ def _zeros(shape: Any, dtype: Any) -> Any:
     return ops.zeros(shape, dtype) if math.prod(shape) else mint.empty(tuple(shape), dtype=dtype)
 
 
+def _common(a: Any, b: Any) -> Any:
+    """Return the dtype of what is made of two dtypes."""
+    return a if a == b else mint.add(mint.zeros(1, dtype=a), mint.zeros(1, dtype=b)).dtype
+
+
 class _Nothing(_Function):
     """What a product or a sum over no elements is: zeros, whose gradient is zeros."""
 
@@ -159,7 +165,8 @@ def over_nothing(local: Callable[[Call], Any] | None = None) -> Callable[[Call],
 
         def run(args: Any, kwargs: Any) -> Any:
             operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            dtype = operands[0].dtype if operands[0].dtype != mindspore.bool_ else mindspore.int64
+            dtype = functools.reduce(_common, (operand.dtype for operand in operands))
+            dtype = mindspore.int64 if dtype == mindspore.bool_ else dtype
             # plain tensors: MindSpore compares gradients with the shape that Python tells
             plain = [alias(value) for value in operands]
             return _Nothing.apply(shape, dtype, *plain)
