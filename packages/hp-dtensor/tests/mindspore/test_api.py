@@ -77,6 +77,45 @@ def test_a_dtensor_is_its_local_part_and_knows_the_whole():
 
 
 @on_ranks(2)
+def test_plain_tensors_are_not_given_a_part_of_a_dtensor():
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(Tensor(X), mesh, [Shard(0)])
+    parameter, tensor, cell = Parameter(Tensor(X), name="w"), Tensor(X), nn.Dense(6, 5, has_bias=False)
+
+    def index():
+        tensor[:2] = distribute_tensor(Tensor(X[:2]), mesh, [Shard(0)])  # of which each rank has a row
+
+    def attribute():
+        cell.weight = x
+
+    calls = [lambda: parameter.set_data(x), lambda: parameter.assign_value(x), lambda: parameter.copy_(x), index]
+    for call in (*calls, lambda: tensor.copy_(x), attribute, lambda: cell.weight.set_data(x)):
+        with pytest.raises(
+            ValueError, match=r"a plain tensor of shape \(5, 6\) would get this rank's part of a DTensor"
+        ):
+            call()
+    near(parameter, X)
+    near(tensor, X)
+    with pytest.raises(TypeError, match=r"make the Parameter first, and distribute it: distribute_tensor\(Parameter\("):
+        Parameter(x, name="w")
+    parameter.set_data(distribute_tensor(Tensor(X + 1), mesh, [Replicate()]))
+    near(parameter, X + 1)
+
+
+@on_ranks(2)
+def test_local_map_of_uneven_shards():
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(Tensor(X), mesh, [Shard(0)])
+    for function in (
+        hp_dtensor.local_map(lambda t: t * 2, [Shard(0)]),
+        custom_shard(lambda t: t * 2, mesh, [Shard(0)]),
+    ):
+        result = function(x)
+        assert tuple(result.shape) == X.shape
+        near(result, X * 2)
+
+
+@on_ranks(2)
 def test_bad_input_is_refused_with_its_reason():
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(Tensor(X), mesh, [Shard(0)])

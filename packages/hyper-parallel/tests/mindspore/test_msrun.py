@@ -191,6 +191,19 @@ def hang(job):
 def leave(job):
     os._exit(0)
 
+def save_and_leave(job):
+    import signal
+    from hyper_parallel.stopping import Stop
+    stop, rank = Stop(job.plan.run.stop_within), launcher_place().rank
+    if rank < 0:
+        hang(job)
+    stop.listen()
+    open(f"rank{rank}.pid", "w").write(str(os.getpid()))
+    while not stop.asked:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    open(f"rank{rank}.saved", "w").close()
+
 def stand_still(job):
     from hp_platform.extend import record_flight
     rank = launcher_place().rank
@@ -282,6 +295,20 @@ def test_a_signal_ends_every_rank(work, tmp_path):
     sender.join()
     assert all_ended(started)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ranks_save_before_sigterm_ends_them(work, tmp_path):
+    def interrupt() -> None:
+        msruns_processes(tmp_path)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    with pytest.raises(Interrupted, match="SIGTERM: all ranks are ended"):
+        launch(work.save_and_leave, JOB, ranks=2)
+    sender.join()
+    assert sorted(path.name for path in tmp_path.glob("*.saved")) == ["rank0.saved", "rank1.saved"]
+    assert not alive(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])

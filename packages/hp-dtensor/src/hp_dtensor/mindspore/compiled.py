@@ -1,4 +1,4 @@
-"""Refusal of code that would treat a DTensor as its local tensor: ``ms.jit``, graph mode, ``Tensor(x)``.
+"""Refusal of code that would treat a DTensor as its local tensor: ``ms.jit``, graph mode, ``Tensor(x)``, writes.
 
 A compiled graph treats a DTensor as a plain local tensor: it would compute on this rank's shard and return the result.
 Graphs are not intercepted, so their inputs are searched for DTensors before a graph is compiled or run.
@@ -96,6 +96,35 @@ def _refuse_copy(input_data: Any = None, *args: Any, **kwargs: Any) -> None:
         )
 
 
+def _refuse_write(target: Any, *values: Any, **named: Any) -> None:
+    """Refuse to write a DTensor to a plain tensor, which would get this rank's part.
+
+    Raises:
+        ValueError: the value is a DTensor, of which this rank has only a part.
+    """
+    value = next((each for each in (*values, *named.values()) if isinstance(each, DTensor)), None)
+    if value is None or isinstance(target, DTensor) or local_only() or value._spec.replicated:
+        return
+    raise ValueError(
+        f"a plain tensor of shape {tuple(target.shape)} would get this rank's part of a DTensor of shape"
+        f" {value._spec.shape} placed {value._spec.placements}; write to a DTensor (distribute_tensor(parameter, mesh,"
+        " placements)), or pass x.full_tensor()"
+    )
+
+
+def _refuse_parameter(kind: type) -> None:
+    """Refuse ``Parameter(x)`` of a DTensor.
+
+    Raises:
+        TypeError: a Parameter is made first, and then distributed.
+    """
+    if issubclass(kind, DTensor) and not local_only():
+        raise TypeError(
+            "mindspore.Parameter(x) of a DTensor: make the Parameter first, and distribute it:"
+            " distribute_tensor(Parameter(tensor, name), mesh, placements)"
+        )
+
+
 def _refuse_bprop(self: nn.Cell, *args: Any, **kwargs: Any) -> None:
     """Refuse a Cell with its own ``bprop`` on DTensors.
 
@@ -134,8 +163,13 @@ def _before(owner: Any, name: str, check: Callable[..., None]) -> None:
 
 
 def install() -> None:
-    """Check what is compiled, by each of MindSpore's ways to compile; once per process."""
+    """Check what is compiled, by each of MindSpore's ways to do so, and what takes local tensors; once per process."""
     _before(sys.modules[Tensor.__module__], "_convert_numpy_array", _refuse_copy)  # Tensor's constructor calls it
+    _before(Parameter, "_get_combined_class", _refuse_parameter)  # Parameter's calls it for a class of its own
+    _before(Parameter, "set_data", _refuse_write)
+    _before(Tensor, "assign_value", _refuse_write)
+    _before(Tensor, "copy_", _refuse_write)
+    _before(Tensor, "__setitem__", lambda target, key, value: _refuse_write(target, value))
     _before(
         api._JitExecutor,
         "compile",

@@ -39,7 +39,15 @@ _MSRUN_SAYS = re.compile(r"Worker process (\d+) exit with exception\. Error code
 
 
 class _Signalled(Exception):
-    """This process got a signal."""
+    """This process got a signal.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 def start_server(plan: ParallelPlan, ranks: int) -> None:
@@ -50,8 +58,8 @@ def start_server(plan: ParallelPlan, ranks: int) -> None:
 def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, Result]:
     """Run `work(job)` on new ranks of this machine, by msrun, and wait for all of them.
 
-    A rank that fails, or a signal to this process, ends all ranks. The run, and what rank 0 prints, is shown by this
-    process, which has the terminal: a rank's output is a file.
+    A rank that fails, or a signal to this process, ends all ranks; SIGTERM lets them save a checkpoint first. The run,
+    and what rank 0 prints, is shown by this process, which has the terminal: a rank's output is a file.
 
     Args:
         work: a function at the top of a module.
@@ -100,6 +108,8 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
                 raise
             raise RankFailure(*hung) from None
         except _Signalled as error:
+            if error.number == signal.SIGTERM:
+                watched.stop(plan.run.stop_within, show)
             raise Interrupted(f"{error}: all ranks are ended") from None
         return {rank: pickle.loads((folder / f"rank{rank}.result").read_bytes()) for rank in range(ranks)}
 
@@ -180,6 +190,25 @@ class _Msrun:
                 return
             time.sleep(_POLL)
 
+    def stop(self, within: float, between: Callable[[], None]) -> None:
+        """Ask the ranks to stop, by SIGTERM, and wait until they have.
+
+        Args:
+            within: seconds that they have for it.
+            between: called now and then.
+        """
+        pids = self._pids()
+        for pid in pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        end = time.monotonic() + within + _PATIENCE
+        while time.monotonic() < end and self._process.poll() is None:
+            between()
+            if all((self._folder / f"rank{rank}.result").exists() for rank in pids):
+                return
+            time.sleep(_POLL)
+        between()
+
     def _failure(self, ended: bool) -> RankFailure | None:
         """Return the rank that failed first, once that is known."""
         raised = sorted(
@@ -231,7 +260,7 @@ def _explained(failure: RankFailure) -> bool:
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
-        raise _Signalled(signal.Signals(number).name)
+        raise _Signalled(number)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
