@@ -33,6 +33,11 @@ def apply_function(function: Any, apply: Callable[..., Any], args: Sequence[Any]
     if len(dtensors) != len(tensors):
         raise ValueError(f"{function.__name__}: plain tensors and DTensors are mixed; distribute the plain ones")
     itemsizes = [f.local_view(value).itemsize for value in dtensors]
+    if not function._op_name:
+        raise ValueError(
+            f"{function.__name__} is a DFunction without a rule: set its class attribute _op_name to one of"
+            f" {sorted(RULES)}, by which layouts of its result and operands follow from each other"
+        )
     solution, spec = _solve(function._op_name, [value._spec for value in dtensors], itemsizes)
     layouts = iter(zip(solution.operands, solution.vary, strict=True))
     local = []

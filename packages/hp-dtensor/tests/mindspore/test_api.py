@@ -222,6 +222,10 @@ class Scaled(DFunction):
         return grad * y, grad * x
 
 
+class Nameless(DFunction):
+    pass
+
+
 @on_ranks(2)
 def test_functions_of_ones_own():
     mesh = init_device_mesh("cpu", (2,))
@@ -236,6 +240,8 @@ def test_functions_of_ones_own():
             near(grad, expected, 1e-4)
     with pytest.raises(ValueError, match="mixed"):
         Scaled.apply(distribute_tensor(x, mesh, [Shard(0)]), y)
+    with pytest.raises(ValueError, match="Nameless is a DFunction without a rule: set its class attribute _op_name"):
+        Nameless.apply(distribute_tensor(x, mesh, [Shard(0)]))
 
 
 @on_ranks(2)

@@ -63,6 +63,15 @@ def test_recompute_before_fully_shard(options, part):
 
 
 @on_ranks(2)
+def test_recompute_of_a_part_that_is_not_sharded_itself():
+    net = made()
+    net.a.recompute()
+    with pytest.raises(NotImplementedError, match=r"fully_shard: 'a', a \w+, is computed again by Cell.recompute"):
+        fully_shard(net, data_mesh())
+    shard(net)  # the advice
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("level", ["O2", "O3", "auto"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_auto_mixed_precision(level, when):

@@ -64,7 +64,7 @@ def checkpoint(
         NotImplementedError: `MUST_SWAP` for what is no output of a heavy operation.
     """
     _check_callable("checkpoint", "function", function)
-    _check_checkpoint(policy_fn, context_fn)
+    _check_checkpoint(policy_fn, context_fn, swap_inputs)
     if "use_reentrant" in kwargs and kwargs.pop("use_reentrant"):
         raise ValueError(
             "checkpoint(use_reentrant=True): there is no reentrant checkpoint here; leave it out, or pass False."
@@ -139,8 +139,9 @@ def checkpoint_wrapper(module: M, policy: Literal["full"] | Policy = "full", **c
     else:
         _check_callable("checkpoint_wrapper", "policy", policy)
         checkpoint_kwargs["policy_fn"] = policy
-    _check_checkpoint(checkpoint_kwargs.get("policy_fn"), checkpoint_kwargs.get("context_fn"))
-    return _wrapped(module, port().checkpoint, **(_OPTIONS | checkpoint_kwargs))
+    options = _OPTIONS | checkpoint_kwargs
+    _check_checkpoint(options["policy_fn"], options["context_fn"], options["swap_inputs"])
+    return _wrapped(module, port().checkpoint, **options)
 
 
 def _wrapped(module: M, run: Callable[..., Any], **options: Any) -> M:
@@ -218,12 +219,13 @@ def swap_tensor_wrapper(target: Any, tag: str | None = None, group_swap: bool = 
     return port().swap_tensor(target, tag or "tagged tensors", group_swap)
 
 
-def _check_checkpoint(policy_fn: Any, context_fn: Any) -> None:
+def _check_checkpoint(policy_fn: Any, context_fn: Any, swap_inputs: Any) -> None:
     if policy_fn is not None and context_fn is not None:
         raise ValueError("checkpoint takes policy_fn or context_fn, not both: each decides what is computed again.")
     for name, value in (("policy_fn", policy_fn), ("context_fn", context_fn)):
         if value is not None:
             _check_callable("checkpoint", name, value)
+    port().check_checkpoint(policy_fn, swap_inputs)
 
 
 def _check_callable(caller: str, name: str, value: Any) -> None:

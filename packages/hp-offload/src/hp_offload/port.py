@@ -74,6 +74,10 @@ ALIGNMENT = 512
 class Port(Protocol):
     """Recomputation and saved tensors; `<framework>/port.py`."""
 
+    def check_checkpoint(self, policy_fn: Callable[..., Any] | None, swap_inputs: bool) -> None:
+        """Refuse options of checkpoint that the framework has no means for."""
+        ...
+
     def checkpoint(
         self,
         function: Callable[..., Any],

@@ -94,6 +94,9 @@ def test_what_is_not_supported_is_refused_by_name():
     x = Tensor(np.ones(3, np.float32))
     with pytest.raises(NotImplementedError, match=r"checkpoint\(policy_fn=...\) is not supported on MindSpore"):
         checkpoint(mint.exp, x, policy_fn=lambda *args: CheckpointPolicy.MUST_SAVE)
+    for options in ({"policy": lambda *args: CheckpointPolicy.MUST_SAVE}, {"swap_inputs": True}):
+        with pytest.raises(NotImplementedError, match="is not supported on MindSpore"):
+            checkpoint_wrapper(mint.nn.Linear(2, 2), **options)
     with pytest.raises(NotImplementedError, match=r"checkpoint\(swap_inputs=True\) is not supported on MindSpore"):
         checkpoint(mint.exp, x, swap_inputs=True)
     with pytest.raises(NotImplementedError, match="checkpoint_exclude_wrapper is not supported on MindSpore"):

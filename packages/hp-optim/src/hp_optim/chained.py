@@ -91,8 +91,24 @@ class ChainedOptimizer:
 
         Args:
             gradients: by the parameters' names, where they are not the parameters' own (MindSpore).
+
+        Raises:
+            TypeError: gradients without names.
+            ValueError: a gradient of a name that no optimizer has.
         """
+        if gradients is not None and not isinstance(gradients, Mapping):
+            raise TypeError(
+                f"ChainedOptimizer.step takes gradients by the parameters' names, got a {type(gradients).__name__}:"
+                " pass dict(zip(names, gradients)), with the names in the order of the gradients"
+            )
         names = {} if gradients is None else self._names()
+        known = {name for groups in names.values() for each in groups for name in each}
+        unknown = [name for name in gradients or () if name not in known]
+        if unknown:
+            raise ValueError(
+                f"ChainedOptimizer.step: {', '.join(map(repr, unknown[:5]))} are gradients of no parameter of its"
+                f" optimizers, which have {', '.join(map(repr, sorted(known)[:5]))}, ..."
+            )
         for key, optimizer in self.optimizers.items():
             own = None if gradients is None else [gradients.get(name) for each in names[key] for name in each]
             port().step(optimizer, own)

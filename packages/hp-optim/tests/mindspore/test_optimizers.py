@@ -242,6 +242,10 @@ def test_what_is_refused():
         get_hyper_optimizer(net, list(SHAPES), ["bias"]).step()
     with pytest.raises(ValueError, match=r"no gradients for up"):
         get_hyper_optimizer(net, list(SHAPES), ["bias"]).step({})
+    with pytest.raises(TypeError, match=r"takes gradients by the parameters' names, got a list: pass dict\(zip\("):
+        get_hyper_optimizer(net, list(SHAPES), ["bias"]).step([net.up, net.bias])
+    with pytest.raises(ValueError, match=r"'upp' are gradients of no parameter of its optimizers"):
+        get_hyper_optimizer(net, list(SHAPES), ["bias"]).step({"upp": net.up})
 
 
 def test_states_on_the_host_are_refused():

@@ -78,8 +78,13 @@ def make_group(
 
 
 def check_contents(modules: Sequence[nn.Cell], ignored_params: Collection[Parameter]) -> None:
-    """Refuse BatchNorm's running statistics: they are Parameters, and forward would not write to their shards."""
+    """Refuse BatchNorm's running statistics, which are Parameters that forward would not write to, and recomputation.
+
+    ``Cell.recompute`` of a Cell inside would compute with parameters that are sharded again by then.
+    """
     ignored = {id(parameter) for parameter in ignored_params}
+    for module in modules:
+        _check_recomputed("", module, ignored)
     for name, cell in (pair for module in modules for pair in module.cells_and_names()):
         for key in ("moving_mean", "moving_variance", "running_mean", "running_var"):
             parameter = cell._params.get(key)
@@ -88,6 +93,19 @@ def check_contents(modules: Sequence[nn.Cell], ignored_params: Collection[Parame
                     f"fully_shard: {name or 'the Cell'} is a {type(cell).__name__}, whose {key} is written in forward"
                     " and so can't be sharded: pass its running statistics in ignored_params, or take another norm"
                 )
+
+
+def _check_recomputed(name: str, cell: nn.Cell, ignored: Collection[int]) -> None:
+    for key, child in cell.name_cells().items():
+        if isinstance(child, HSDPModule):
+            continue
+        path = f"{name}.{key}" if name else key
+        if child._recompute_cell is not None and any(id(each) not in ignored for each in child._params.values()):
+            raise NotImplementedError(
+                f"fully_shard: {path!r}, a {type(child).__name__}, is computed again by Cell.recompute, without its"
+                " parameters: shard it as well, before the Cell around it, or wrap it in hp_offload.checkpoint_wrapper"
+            )
+        _check_recomputed(path, child, ignored)
 
 
 def _computes(cell: nn.Cell) -> bool:

@@ -33,6 +33,24 @@ __all__ = [
 Function = Callable[..., Any]
 
 
+def check_checkpoint(policy_fn: Function | None, swap_inputs: bool) -> None:
+    """Refuse options of checkpoint that MindSpore has no means for.
+
+    Raises:
+        NotImplementedError: `policy_fn` or `swap_inputs`.
+    """
+    if policy_fn is not None:
+        raise NotImplementedError(
+            "checkpoint(policy_fn=...) is not supported on MindSpore, whose operations can't be handed an output that"
+            " was kept: checkpoint smaller functions, or leave policy_fn out to compute all again."
+        )
+    if swap_inputs:
+        raise NotImplementedError(
+            "checkpoint(swap_inputs=True) is not supported on MindSpore, which saves the arguments of recompute itself:"
+            " call swap around what uses them."
+        )
+
+
 def checkpoint(
     function: Function,
     args: tuple[Any, ...],
@@ -45,16 +63,6 @@ def checkpoint(
     early_stop: bool,
 ) -> Any:
     """Call a function whose backward calls it again."""
-    if policy_fn is not None:
-        raise NotImplementedError(
-            "checkpoint(policy_fn=...) is not supported on MindSpore, whose operations can't be handed an output that"
-            " was kept: checkpoint smaller functions, or leave policy_fn out to compute all again."
-        )
-    if swap_inputs:
-        raise NotImplementedError(
-            "checkpoint(swap_inputs=True) is not supported on MindSpore, which saves the arguments of recompute itself:"
-            " call swap around what uses them."
-        )
     chosen = {} if context_fn is None else {"context_fn": context_fn}
     return mindspore.recompute(function, *args, use_reentrant=False, early_stop=early_stop, **chosen, **kwargs)
 
