@@ -6,8 +6,10 @@ import contextlib
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,6 +112,34 @@ def test_what_cannot_be_sent_is_named_on_all_ranks(kind, text):
     module.zero_grad()
     losses = schedule.run(rows(2))
     assert [loss.item() for loss in losses] == ([9.0, 45.0] if dist.get_rank() else [])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dyn_shape", [False, True])
+def test_an_object_that_holds_a_tensor_is_refused_on_all_ranks(dyn_shape):
+    failing = [True]
+    schedule, _ = schedule_of(lambda x: (x, SimpleNamespace(hidden=x)) if failing else x, dyn_shape=dyn_shape)
+    for _ in range(2):
+        with pytest.raises(PipelineError, match=r"which pickle cannot write .*: it has an object that holds a tensor"):
+            schedule.run(rows(2))
+    failing.clear()
+    assert [loss.item() for loss in schedule.run(rows(2))] == ([9.0, 45.0] if dist.get_rank() else [])
+
+
+@on_ranks(2)
+def test_an_array_beside_a_tensor_needs_messages_that_may_differ():
+    schedule, _ = schedule_of(lambda x: (x, np.ones(2)), dyn_shape=False)
+    with pytest.raises(PipelineError, match=r"Messages that differ need PipelineStage\(..., dyn_shape=True\)"):
+        schedule.run(rows(2))
+
+
+@on_ranks(2)
+def test_a_result_that_is_written_to_while_it_is_sent_is_refused_on_all_ranks():
+    kept = torch.zeros(1, 2, device=device_type())
+    schedule, module = schedule_of(lambda x: kept.copy_(x.detach()) if dist.get_rank() == 0 else x, dyn_shape=False)
+    for _ in range(2):
+        with pytest.raises(PipelineError, match=r"forward: the stage wrote to a tensor that it had returned, while it"):
+            schedule.run(rows(2))
 
 
 @on_ranks(2)

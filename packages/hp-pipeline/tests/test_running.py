@@ -108,6 +108,56 @@ def test_forwards_alone():
         assert output == []
 
 
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "name", ["Schedule1F1B", "ScheduleZB1P", "ScheduleInterleaved1F1B", "ScheduleZBV", "ScheduleDualPipeV"]
+)
+def test_forwards_alone_in_the_order_of_any_schedule(name):
+    rank, chunks = dist.get_rank(), 1 if name in ("Schedule1F1B", "ScheduleZB1P") else 2
+    net = Net(2 * chunks).double().to(device_type())
+    own = [rank] if chunks == 1 else [rank, 3 - rank] if "V" in name else [rank, rank + 2]
+    stages = [PipelineStage(Stage(net, index), index, 2 * chunks, has_backward=False) for index in own]
+    schedule = getattr(hp_pipeline, name)(stages, 5, output_concat_dim=0)
+    x, _ = batch(10, device_type())
+    output = schedule.run(x)
+    if own[-1] == 2 * chunks - 1:
+        with torch.no_grad():
+            assert torch.equal(output, torch.cat([net(part) for part in x.chunk(5)]))
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+class Sums(nn.Module):
+    """Adds what is in a nest, in the last stage with what the first passed on."""
+
+    def forward(self, x=0.0, more=None):
+        nested = more["a"] * more["factor"] + more["b"][0]
+        return x + nested if dist.get_rank() == 0 else (x * nested).sum()
+
+
+@on_ranks(2)
+def test_nests_of_inputs_are_cut():
+    rank = dist.get_rank()
+    schedule = hp_pipeline.ScheduleGPipe(PipelineStage(Sums(), rank, 2), 2)
+    x = torch.arange(8.0, device=device_type()).view(4, 2)
+    more = {"a": x + 1, "b": (x + 2, torch.tensor(1.0)), "factor": 3}
+    with torch.enable_grad():
+        losses = schedule.run(x.clone().requires_grad_(), more=more) if rank == 0 else schedule.run(more=more)
+    nested = more["a"] * 3 + more["b"][0]
+    expected = [part.sum().item() for part in ((x + nested) * nested).chunk(2)]
+    assert [loss.item() for loss in losses] == (expected if rank else [])
+    for wrong, text in (
+        ({**more, "a": x[:3]}, r"input 'more', in its leaf 0, has 3 rows along dim 0, which 2 micro-batches do not"),
+        (Held(x), r"input 'more' is a Held that holds tensors, which are not cut into micro-batches"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            schedule.run(x, more=wrong) if rank == 0 else schedule.run(more=wrong)
+
+
+class Held:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 class Nested(nn.Module):
     """Passes on a nest: a tensor with a gradient, one without, integers, plain values, one that nobody uses."""
 

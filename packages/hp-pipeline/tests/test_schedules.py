@@ -107,10 +107,17 @@ def test_overlapped_steps_are_pairs_of_a_backward_and_the_forward_after_it():
 
 
 def test_forwards_alone():
-    pipeline = Pipeline(placed("line", 3), 4, has_backward=False)
-    order = schedules.gpipe(pipeline)
-    assert {step.step_type for steps in order.values() for step in steps} == {MetaStepType.FORWARD}
-    assert check(order, pipeline) == (0, 0, 0)
+    for shape, names in {
+        "line": ("gpipe", "one_f_one_b", "zb1p", "zb2p"),
+        "loop": ("gpipe", "looped_bfs", "interleaved", "interleaved_zb"),
+        "v": ("zbv", "v_half", "v_min", "dual_pipe_v"),
+        "w": ("hanayo",),
+    }.items():
+        pipeline = Pipeline(placed(shape, 3, 2 if shape == "loop" else None), 7, has_backward=False)
+        for name in names:
+            order = schedules.forwards_of(getattr(schedules, name), pipeline)
+            assert {step.step_type for steps in order.values() for step in steps} == {MetaStepType.FORWARD}, name
+            assert check(order, pipeline) == (0,) * len(pipeline.stages), name
 
 
 def test_a_placement_that_does_not_fit_is_refused():

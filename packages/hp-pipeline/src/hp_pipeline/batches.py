@@ -65,11 +65,12 @@ def cut(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Cut a batch into micro-batches, or sequences into slices.
 
-    Tensors are cut along ``kind.dim`` unless ``args_dims`` or ``kwargs_dims`` say otherwise; what is no tensor, or
-    has no dims, is every part's.
+    Tensors, also those in lists, tuples and dictionaries, are cut along ``kind.dim`` unless ``args_dims`` or
+    ``kwargs_dims`` say otherwise; what is no tensor, or has no dims, is every part's.
 
     Raises:
-        ValueError: a size that does not divide, a dim that a tensor has not, or a name that no input has.
+        ValueError: a size that does not divide, a dim that a tensor has not, an object that holds tensors, or a name
+            that no input has.
     """
     dims = list(args_dims or ())
     if len(dims) > len(args):
@@ -91,6 +92,17 @@ def cut(
 
 def _pieces(what: str, value: Any, dim: Dim, parts: int, kind: Kind) -> list[Any]:
     place = (dim if isinstance(dim, BatchDimSpec) else BatchDimSpec(dim)).batch_dim
+    if place >= 0 and not port().is_tensor(value):
+        leaves, structure = port().flatten(value)
+        if len(leaves) != 1 or leaves[0] is not value:  # a nest
+            pieces = [_pieces(f"{what}, in its leaf {at},", leaf, dim, parts, kind) for at, leaf in enumerate(leaves)]
+            return [port().unflatten([each[part] for each in pieces], structure) for part in range(parts)]
+        held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        if any(map(port().is_tensor, held.values())):
+            raise ValueError(
+                f"{what} is a {type(value).__name__} that holds tensors, which are not cut into {kind.parts}: pass a"
+                f" dictionary, list or tuple of them, or leave it whole by a {kind.option} of -1."
+            )
     shape = port().shape(value) if port().is_tensor(value) else ()
     if place < 0 or not shape:
         return [value] * parts

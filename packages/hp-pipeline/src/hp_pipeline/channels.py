@@ -15,6 +15,7 @@ Note [A stage that failed]
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import deque
 from collections.abc import Sequence
@@ -38,6 +39,14 @@ class Failed:
 FAILED = Failed()
 
 
+class _Pickler(pickle.Pickler):
+    """Writes plain values: a tensor inside of one would come without its gradient, and without its rank's device."""
+
+    def persistent_id(self, obj: Any) -> None:
+        if port().is_tensor(obj):
+            raise TypeError("it has an object that holds a tensor")
+
+
 class Signature(NamedTuple):
     """What messages of a channel look like.
 
@@ -51,7 +60,9 @@ class Signature(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Write it for another rank: the nest itself, of the leaves' places."""
-        return pickle.dumps((port().unflatten(list(range(len(self.leaves))), self.structure), self.leaves))
+        data = io.BytesIO()
+        _Pickler(data).dump((port().unflatten(list(range(len(self.leaves))), self.structure), self.leaves))
+        return data.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Signature:
@@ -134,7 +145,8 @@ class Channel:
         self.signature: Signature | None = None
         self._posted: deque[tuple[list[Any], list[Any]]] = deque()
         self._left = 0
-        self._sent: dict[Any, list[tuple[Any, Any]]] = {}
+        self._sent: dict[Any, list[tuple[Any, Any, int]]] = {}
+        self.overwritten = False
         self._collectives = get_platform().collectives
 
     # ---- sending ----
@@ -155,7 +167,11 @@ class Channel:
             if why:
                 raise TypeError(f"{self.name}: the stage returned {why}.")
         signature = message.signature()
-        if signature == self.signature:
+        try:
+            same = bool(signature == self.signature)
+        except Exception:  # of values that compare element by element, such as arrays of NumPy
+            same = False
+        if same:
             return Packed(tensors, signature, b"")
         if not self.dynamic and self.signature is not None:
             raise ValueError(
@@ -197,12 +213,13 @@ class Channel:
     def _put(self, tensor: Any, piece: Any) -> None:
         group, peer, tag, _ = self.link
         handle = self._collectives.send(tensor, peer, group=group, tag=tag, async_op=True)
-        self._sent.setdefault(piece, []).append((handle, tensor))
+        self._sent.setdefault(piece, []).append((handle, tensor, port().version(tensor)))
 
     def release(self, piece: Any) -> None:
-        """Let go of what was sent of a piece, which the receiver has."""
-        for handle, _ in self._sent.pop(piece, ()):
+        """Let go of what was sent of a piece, which the receiver has, and note whether somebody wrote to it before."""
+        for handle, tensor, version in self._sent.pop(piece, ()):
             handle.wait()
+            self.overwritten = self.overwritten or port().version(tensor) != version
 
     # ---- receiving ----
     def expect(self, count: int) -> None:
@@ -267,13 +284,23 @@ class Channel:
         self.signature = None
 
     def finish(self) -> None:
-        """Wait until all that was sent has been taken."""
+        """Wait until all that was sent has been taken.
+
+        Raises:
+            ValueError: it was written to before.
+        """
         for piece in list(self._sent):
             self.release(piece)
+        if self.overwritten:
+            self.overwritten = False
+            raise ValueError(
+                f"{self.name}: the stage wrote to a tensor that it had returned, while it was being sent, so that the"
+                " next stage may have got other values. Return a new tensor for each micro-batch: output.clone()"
+            )
 
     def forget(self) -> None:
         """Drop what is under way, after an error from which the ranks cannot go on."""
-        self._sent, self._left = {}, 0
+        self._sent, self._left, self.overwritten = {}, 0, False
         self._posted.clear()
 
 

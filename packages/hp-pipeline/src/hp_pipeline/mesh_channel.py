@@ -209,7 +209,7 @@ class MeshChannel:
             channel.release(piece)
 
     def finish(self) -> None:
-        """Wait until all that was sent has been taken."""
+        """Wait until all that was sent has been taken: see ``Channel.finish``."""
         for channel in self.channels.values():
             channel.finish()
 

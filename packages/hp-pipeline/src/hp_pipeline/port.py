@@ -125,6 +125,10 @@ class Port(Protocol):
         """Return the values in contiguous memory, without their graph."""
         ...
 
+    def version(self, tensor: Tensor) -> int:
+        """Return a number that changes where somebody writes to the tensor, if the framework can tell."""
+        ...
+
     def needs_gradient(self, tensor: Tensor) -> bool: ...
 
     def arrive(self, tensors: Sequence[Tensor], needed: Sequence[bool]) -> Arrival:

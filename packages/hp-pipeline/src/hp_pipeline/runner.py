@@ -366,8 +366,9 @@ class Runner:
             for work in self.program:
                 work()
                 self.patience.move()
-            for channel in self.channels.values():
-                channel.finish()
+            for (source, _, ahead), channel in self.channels.items():
+                kind = _T.FORWARD if ahead else _T.BACKWARD
+                self._tried(MetaStep(None, kind, source), channel.finish)
             for sharded in self.sharded.values():
                 sharded.end()
             return [self.losses[piece] for piece in sorted(self.losses)]

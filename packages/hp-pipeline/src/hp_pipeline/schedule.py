@@ -20,6 +20,7 @@ from hp_pipeline.overlap import CommComputeOverlap
 from hp_pipeline.pipeline import Pipeline, Shape, placed
 from hp_pipeline.port import port
 from hp_pipeline.runner import Piece, Runner
+from hp_pipeline.schedules import forwards_of
 from hp_pipeline.sharded import lowered, refuse_order
 from hp_pipeline.shared import copies
 from hp_pipeline.slices import check_slices
@@ -154,7 +155,9 @@ class PipelineSchedule:
             raise ValueError(
                 f"{type(self).__name__} has no order of its own: pass order=, or take a class such as Schedule1F1B."
             )
-        self.exec_order = order(self.pipeline) if callable(order) else order
+        if callable(order):
+            order = order(self.pipeline) if self.pipeline.has_backward else forwards_of(order, self.pipeline)
+        self.exec_order = order
 
     @classmethod
     def from_steps(

@@ -9,6 +9,7 @@ Note [Phases]
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,10 +20,11 @@ from hp_pipeline.greedy import greedy
 from hp_pipeline.memory import open_forwards
 from hp_pipeline.pipeline import Pipeline, Shape, placed
 from hp_pipeline.simulation import simulate
-from hp_pipeline.steps import MetaStep, MetaStepType, Order
+from hp_pipeline.steps import MetaStep, MetaStepType, Order, compute_parts
 
 __all__ = [
     "dual_pipe_v",
+    "forwards_of",
     "from_phases",
     "gpipe",
     "hanayo",
@@ -122,6 +124,20 @@ def _tokens(pipeline: Pipeline, rank: int, pattern: str) -> list[list[str]]:
     return tokens
 
 
+def forwards_of(make: Callable[[Pipeline], Order], pipeline: Pipeline) -> Order:
+    """Return the forwards of an order that trains, for a pipeline without backward.
+
+    Args:
+        make: returns the order of a pipeline.
+        pipeline: without backward.
+    """
+    order = make(dataclasses.replace(pipeline, has_backward=True))
+    return {
+        rank: tuple(part for step in steps for part in compute_parts(step) if part.step_type is MetaStepType.FORWARD)
+        for rank, steps in order.items()
+    }
+
+
 def is_placed(pipeline: Pipeline, shape: Shape) -> bool:
     """Tell whether a pipeline's stages are placed in a shape: see ``placed``."""
     stages, ranks = len(pipeline.placement), pipeline.ranks
@@ -150,7 +166,7 @@ def gpipe(pipeline: Pipeline) -> Order:
     def phases(rank: int) -> Phases:
         chunks = range(len(pipeline.stages[rank]))
         ahead = [(total, f"F{chunk}") for chunk in chunks]
-        return ahead + [(total, f"B{chunk}") for chunk in reversed(chunks)] if pipeline.has_backward else ahead
+        return ahead + [(total, f"B{chunk}") for chunk in reversed(chunks)]
 
     return from_phases(pipeline, phases)
 

@@ -56,6 +56,10 @@ def synthesize(pipeline: Pipeline, memory: float | None = None, *, moves: int = 
     order: Order = {}
     least = float("inf")
     for candidate in _candidates(pipeline):
+        try:  # stages that are a graph, placed as those of a chain are, have fewer orders
+            check(candidate, pipeline)
+        except ValueError:
+            continue
         trace = simulate(candidate, pipeline)
         least = min(least, max(trace.peaks))
         if memory is not None and max(trace.peaks) > memory:

@@ -170,6 +170,11 @@ def sendable(tensor: Tensor) -> Tensor:
     return ops.stop_gradient(tensor).contiguous()
 
 
+def version(tensor: Tensor) -> int:
+    """Return 0: nothing tells of writes to a tensor."""
+    return 0
+
+
 def needs_gradient(tensor: Tensor) -> bool:
     """Tell whether backward goes on from here."""
     return bool(tensor._requires_grad) and tensor.dtype in (*mstype.float_type, *mstype.complex_type)

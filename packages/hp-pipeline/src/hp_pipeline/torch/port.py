@@ -175,6 +175,11 @@ def sendable(tensor: T) -> T:
     return tensor.detach().contiguous()
 
 
+def version(tensor: T) -> int:
+    """Return a number that changes where somebody writes to the tensor."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def needs_gradient(tensor: T) -> bool:
     """Tell whether backward goes on from here."""
     return tensor.requires_grad
