@@ -143,6 +143,37 @@ def test_a_result_that_is_written_to_while_it_is_sent_is_refused_on_all_ranks():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("wrong", ["first", "second"])
+def test_after_a_run_with_messages_of_a_wrong_shape_the_next_one_works(wrong):
+    failing = [True]
+
+    def then(x):
+        return torch.cat([x, x]) if failing and (x[0, 0] == 0) == (wrong == "first") else x
+
+    schedule, module = schedule_of(then)
+    with pytest.raises(PipelineError, match="Messages that differ need"):
+        schedule.run(rows(2))
+    failing.clear()
+    for _ in range(2):
+        module.zero_grad()
+        losses = schedule.run(rows(2))
+        assert [loss.item() for loss in losses] == ([9.0, 45.0] if dist.get_rank() else [])
+
+
+@on_ranks(2)
+def test_a_stage_that_is_frozen_between_runs_works_from_the_second_run_on():
+    schedule, module = schedule_of(lambda x: x)
+    schedule.run(rows(2))
+    module.weight.requires_grad_(dist.get_rank() == 1)
+    with pytest.raises(PipelineError, match="Messages that differ need"):
+        schedule.run(rows(2))
+    module.zero_grad()
+    losses = schedule.run(rows(2))
+    assert [loss.item() for loss in losses] == ([9.0, 45.0] if dist.get_rank() else [])
+    assert (module.weight.grad is None) == (dist.get_rank() == 0)
+
+
+@on_ranks(2)
 def test_dims_that_are_none_are_refused_on_all_ranks():
     net = Net(2).double().to(device_type())
     x, target = batch(4, device_type())

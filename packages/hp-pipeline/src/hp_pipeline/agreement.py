@@ -39,7 +39,8 @@ class Agreement:
         everyone = groups.ranks(peers)
         self._peers, self._everyone = peers, everyone
         self._places = [everyone.index(rank) for rank in groups.ranks(group)]
-        self._inputs: list[Any] = []
+        self._inputs: list[Any] | None = []
+        self._begun: list[Any] = []
 
     def share(self, payload: bytes) -> list[bytes]:
         """Return each rank's payload."""
@@ -65,12 +66,13 @@ class Agreement:
 
         Returns:
             True if all ranks are bound; and True if the tensors of some rank's batches have other shapes or dtypes
-            than in the run before.
+            than in the run before, or that run failed.
         """
         leaves = port().flatten(next(iter(batches.values()), None))[0]
         inputs = [port().describe(leaf) for leaf in leaves if port().is_tensor(leaf)]
 
         own = problem or _BEGIN.pack(fingerprint, inputs != self._inputs, bound)
+        self._inputs = None  # if the run fails, the next one describes its messages anew
 
         def failed(texts: Mapping[int, str], _: Exception | None) -> Exception:
             return ValueError(_joined("An input does not fit", texts))
@@ -82,7 +84,7 @@ class Agreement:
                 f"The ranks {others} of the pipeline have another order than rank {self._everyone[0]}: micro_batch_num"
                 f" ({micro_batches} on rank {self.name}), the schedule and its options must be equal."
             )
-        self._inputs = inputs
+        self._begun = inputs
         return all(row[2] for row in rows), any(row[1] for row in rows)
 
     def end(self, failure: Exception | None, text: str, present: bytes) -> list[bytes]:
@@ -92,6 +94,7 @@ class Agreement:
             return PipelineError(_joined(_HEAD, texts))
 
         rows = agree(lambda: failure or present, failed, self._share_with_peers, lambda _: text)
+        self._inputs = self._begun
         return [rows[place] for place in self._places]
 
     def _share_with_peers(self, payload: bytes) -> list[bytes]:
