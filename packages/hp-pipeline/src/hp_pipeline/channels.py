@@ -176,8 +176,8 @@ class Channel:
         if not self.dynamic and self.signature is not None:
             raise ValueError(
                 f"{self.name}: the stage returned {_shown(signature)}, and {_shown(self.signature)} before. Messages"
-                " that differ need PipelineStage(..., dyn_shape=True). Where all will be like this one, as after a stage"
-                " was frozen, set gradients to zero and run again."
+                " that differ need PipelineStage(..., dyn_shape=True). Where all will be like this one, as after a"
+                " stage was frozen, set gradients to zero and run again."
             )
         try:
             return Packed(tensors, signature, signature.to_bytes())
