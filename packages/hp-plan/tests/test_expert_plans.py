@@ -49,6 +49,23 @@ def test_experts_on_two_ranks(config, mesh, experts):
 
 
 @on_ranks(2)
+def test_a_copy_of_a_model_with_experts_is_one_of_its_own():
+    plan = plan_of("Qwen3MoeConfig", {"tp": 2, "ep": 2})
+    model = apply(build_model(plan, device=device_type()), plan)
+    copied = copy.deepcopy(model)
+    tokens = torch.arange(16, device=device_type()).view(2, 8)
+    losses = [each(input_ids=tokens, labels=tokens).loss for each in (model, copied)]
+    assert torch.equal(*losses)
+    losses[1].backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    total = [parameter.detach().square().sum() for parameter in copied.parameters()]
+    with pytest.raises(ValueError, match=r"operands are on different meshes, .*; add their full_tensor\(\), plain"):
+        sum(total)
+    assert sum(each.full_tensor() for each in total) > 0
+
+
+@on_ranks(2)
 def test_experts_and_sequence_parallel():
     check(plan_of("Qwen3MoeConfig", {"tp": 2, "ep": 2}, styles="auto-sequence"))
 

@@ -130,3 +130,17 @@ def test_a_wrapped_linear_is_a_linear_to_styles():
     for (name, a), b in zip(reference.named_parameters(), model.parameters(), strict=True):
         if a.requires_grad:
             torch.testing.assert_close(whole(b.grad), a.grad, atol=1e-10, rtol=1e-10, msg=name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}], ids=str)
+def test_adapters_of_the_parameters_of_experts_are_refused_by_name(mesh: dict[str, int]):
+    sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 4}
+    sizes |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    plan = ParallelPlan.from_dict({"model": {"config": "Qwen3MoeConfig", "overrides": sizes}, "mesh": mesh})
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft's
+        model = get_peft_model(build_model(plan), LoraConfig(r=2, target_parameters=targets))
+    with pytest.raises(TypeError, match=r"model.layers.0.mlp.experts \(ParamWrapper\) is not a module of experts"):
+        apply(model, plan)

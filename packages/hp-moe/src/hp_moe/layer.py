@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,6 +73,14 @@ class ExpertLayer:
         self.load = [0] * self.own.experts
         self.sums = port().piece_sums() if style.deterministic else None
         self.place(placement)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertLayer:
+        """Copy the layer, with the model that it is of: meshes and groups stay those of the original."""
+        same = (self.group, self.experts, self.features, self.axes)
+        memo.update((id(each), each) for each in same if each is not None)
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def place(self, placement: ExpertPlacement) -> None:
         """Run by a placement from now on.

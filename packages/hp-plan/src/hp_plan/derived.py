@@ -154,6 +154,8 @@ class _Reading:
         up = "gate_up_proj" if layout.gated else "up_proj"
         if not {up, "down_proj"} <= module.shapes.keys():
             return
+        if not {f"{name}.{up}", f"{name}.down_proj"} <= {*self._model.parameters}:
+            return  # an adapter has parametrized them, which spread_experts refuses by name
         inner = -2 if layout.transposed else -1  # of down_proj
         if module.shapes["down_proj"][inner] % self._tp:
             return

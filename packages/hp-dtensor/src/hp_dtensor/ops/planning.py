@@ -123,10 +123,9 @@ def mesh_of(name: str, operands: Sequence[Any]) -> DeviceMesh:
     """
     meshes = list(dict.fromkeys(operand._spec.mesh for operand in operands))
     if len(meshes) > 1:
-        raise ValueError(
-            f"{name}: operands are on different meshes, {meshes[0]} and {meshes[1]}; redistribute one to the other's"
-            " mesh first"
-        )
+        numbers = all(not operand._spec.shape for operand in operands)
+        advice = "add their full_tensor(), plain numbers" if numbers else "redistribute one to the other's mesh first"
+        raise ValueError(f"{name}: operands are on different meshes, {meshes[0]} and {meshes[1]}; {advice}")
     return meshes[0]
 
 
