@@ -93,3 +93,19 @@ def test_blocks_are_one_graph(sections):
 def test_what_can_not_be_one_graph_is_refused(sections, expected):
     texts = [str(diagnostic) for diagnostic in lint(llama(**{"compile": {"blocks": BLOCKS}, **sections}))]
     assert any(text.startswith(expected) for text in texts), texts
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_a_model_whose_ranks_talk_at_its_border_is_not_compiled(axis):
+    compiler()
+    model = apply(build_model(llama(mesh={axis: 2})).to(device_type()), llama(mesh={axis: 2}))
+    tokens = torch.arange(32, device=device_type()).view(4, 8) % 16
+    model.compile(backend="eager")
+    with pytest.raises(NotImplementedError, match=f"a plan with {axis}: modules with this style can't be compiled"):
+        model(input_ids=tokens)
+    model._compiled_call_impl = None
+    if axis == "cp":
+        model.model.layers[0].compile(backend="eager")
+        with pytest.raises(NotImplementedError, match="ContextParallel: modules with this style can't be compiled"):
+            model(input_ids=tokens)

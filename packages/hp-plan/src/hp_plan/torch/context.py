@@ -22,6 +22,7 @@ from hp_plan.torch.context_guard import ContextGuard
 from hp_platform.extend import agree, map_nested, share_bytes
 from hp_styles import context_parallel_shard, context_parallel_unshard
 from hp_styles.extend import hook
+from hp_styles.torch.extend import refuse_compiled
 
 __all__ = ["Border", "counts_tokens", "is_attention"]
 
@@ -78,6 +79,7 @@ class Border:
                 self._see_last_position(each)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            refuse_compiled("a plan with cp")
             if guard.running:
                 return None
             parts = self.parts(type(module).forward, args, kwargs)

@@ -26,6 +26,7 @@ from hp_plan.torch.saving import save_whole
 from hp_platform.extend import map_nested
 from hp_styles.extend import hook
 from hp_styles.torch.extend import modules as styles_modules
+from hp_styles.torch.extend import refuse_compiled
 
 Plain = Callable[[Any], Any]
 
@@ -172,6 +173,7 @@ def compare_samples(model: nn.Module, compare: Compare) -> None:
     """Compare the model's inputs between the ranks that share samples, before anything is computed with them."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_compiled("a plan with tp")
         compare(module.training, args, kwargs)
 
     model.register_forward_pre_hook(hook(enter), prepend=True, with_kwargs=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hp_styles.torch import modules
 from hp_styles.torch.context.attention import capped_attention
+from hp_styles.torch.context.call import refuse_compiled
 from hp_styles.torch.context.hooks import whole_sequences
 
-__all__ = ["capped_attention", "modules", "whole_sequences"]
+__all__ = ["capped_attention", "modules", "refuse_compiled", "whole_sequences"]

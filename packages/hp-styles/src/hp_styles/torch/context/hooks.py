@@ -26,7 +26,7 @@ from hp_styles.context.plan import Settings
 from hp_styles.inputs import hook
 from hp_styles.rounds import Rounds
 from hp_styles.torch.context.attention import ContextGroup, attend, attend_inside, capped_attention
-from hp_styles.torch.context.call import Call, call_of, left_out, mapped
+from hp_styles.torch.context.call import Call, call_of, left_out, mapped, refuse_compiled
 from hp_styles.torch.context.exchange import Transfer
 from hp_styles.torch.context.sequence import CUT, like
 from hp_styles.torch.context.settling import Settling, end_round
@@ -206,6 +206,7 @@ def _enter(group: ContextGroup, settings: Settings) -> Any:
     early = tuple(settings.projections) if group.size > 1 else ()
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        refuse_compiled("ContextParallel")
         if _frames.whole:
             return args, kwargs
         call, positional, named = Call(type(module).__name__), args, kwargs
@@ -253,6 +254,7 @@ def _check_met(module: nn.Module, args: Any, output: Any) -> None:
 # ---- q, k and v are the module's inputs ----
 def _receiver(group: ContextGroup, settings: Settings) -> Any:
     def receive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_compiled("ContextParallel")
         if _frames.whole:
             return args, kwargs
         args, kwargs = tuple(args), dict(kwargs)
