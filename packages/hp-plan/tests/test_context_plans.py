@@ -16,6 +16,7 @@ from hp_testing import device_type, on_ranks
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 
 TOLERANCE = 1e-10
+LLAMA4 = {"no_rope_layers": [1, 0], "layer_types": ["full_attention", "full_attention"], "num_local_experts": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 
@@ -286,11 +287,42 @@ def test_lint():
             "model.layers.0 and 2 more, a Qwen3NextDecoderLayer, has no such attention",
         ),
         ("BertConfig", {"is_decoder": True}, "BertLMHeadModel"),
+        ("LlamaConfig", {"attention_dropout": 0.1}, "write attention_dropout = 0.0 in [model.overrides], or leave cp"),
+        ("Llama4TextConfig", LLAMA4, "attn_temperature_tuning scales queries by places that attention counts"),
     ],
 )
 def test_models_that_are_refused(config, overrides, text):
     diagnostics = [str(each) for each in lint(small_plan({"cp": 2}, (), config, **overrides)) if each.key == "mesh.cp"]
     assert any(text in each for each in diagnostics), diagnostics
+
+
+def test_parts_of_an_encoder_and_a_decoder_are_refused():
+    sizes = {
+        f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
+    }
+    model = {"config": "BartConfig", "task": "seq2seq-lm", "overrides": {"vocab_size": 24, "d_model": 16, **sizes}}
+    assert "BartForConditionalGeneration makes its decoder's inputs of what it is passed" in said(model)
+
+
+def test_biases_by_distance_are_refused():
+    sizes = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
+    model = {"config": "FalconConfig", "overrides": sizes}
+    assert "alibi = true adds a bias to attention by the distance of tokens" in said(model)
+
+
+def said(model):
+    return "\n".join(map(str, lint({"model": model, "mesh": {"cp": 2}, "data": {"sequence_length": 8}})))
+
+
+@on_ranks(2)
+def test_one_head_of_keys_for_all_of_queries():
+    sizes = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = {"config": "FalconConfig", "overrides": {**sizes, "multi_query": True, "alibi": False}}
+    data = {"data": {"batch_size": 2, "sequence_length": 8}, "fsdp": {"groups": ["transformer.h.*"]}}
+    for degree in (1, 2):
+        plan = {"model": model, "mesh": {"cp": 2}, "context": {"ulysses_degree": degree}, **data}
+        result = verify(ParallelPlan.from_dict(plan), tolerance=TOLERANCE)
+        assert result.passed, result.first
 
 
 @on_ranks(2)

@@ -24,6 +24,7 @@ from hp_styles.extend import kv_copies, split_degrees
 __all__ = ["caps_logits", "check_attention", "check_context", "check_sequence"]
 
 _LAYERS = ("full_attention", "sliding_attention")
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob", "attn_dropout_prob")
 
 
 def check_context(plan: ParallelPlan) -> list[Diagnostic]:
@@ -95,6 +96,15 @@ def _check_mixing(plan: ParallelPlan, model: ModelOutline, blocks: str) -> Itera
     if getattr(config, "attn_temperature_tuning", False) and not all(_each(config, "no_rope_layers")):
         message = "attn_temperature_tuning scales queries by places that attention counts in what it is passed"
         yield _refused(plan, message, leave)
+    if getattr(config, "alibi", False):
+        yield _refused(plan, "alibi = true adds a bias to attention by the distance of tokens", leave)
+    if getattr(config, "is_encoder_decoder", False):
+        yield _refused(plan, f"{model.type_name} makes its decoder's inputs of what it is passed", leave)
+    for name in _DROPOUTS:
+        p = getattr(config, name, 0.0)
+        if isinstance(p, float) and p > 0:
+            message = f"{name} = {p:g}: a rank cannot draw the mask of its part of attention as one device would"
+            yield _refused(plan, message, f"write {name} = 0.0 in [model.overrides], or leave cp out")
     implementation = getattr(config, "_attn_implementation", None)
     if implementation != "sdpa" and not (implementation == "eager" and caps_logits(config)):
         message = f"attention is computed by {implementation!r}, and 'sdpa' is what can be spread over ranks"

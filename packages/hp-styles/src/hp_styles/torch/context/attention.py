@@ -156,7 +156,8 @@ def refuse(q: T, k: T, v: T, dropout_p: float, is_causal: bool, enable_gqa: bool
         raise ValueError(
             f"ContextParallel: q, k and v must be [batch, heads, sequence, head size], v as long as k, got {shapes}"
         )
-    if q.shape[1] != k.shape[1] and (not enable_gqa or q.shape[1] % k.shape[1]):
+    broadcast = enable_gqa or k.shape[1] == 1  # one head of keys goes with all of queries anyway
+    if q.shape[1] != k.shape[1] and (not broadcast or q.shape[1] % k.shape[1]):
         raise ValueError(
             f"ContextParallel: fewer key than query heads need enable_gqa=True and a divisor of the query heads, got"
             f" {shapes}, enable_gqa={enable_gqa}"
