@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,7 +97,9 @@ class Unnamed(DFunction):
 @on_ranks(2)
 def test_a_function_names_a_rule():
     x = distribute_tensor(whole(4), init_device_mesh(device_type(), (2,)), [Shard(0)])
-    with pytest.raises(ValueError, match="Unknown rule"):
+    with pytest.raises(ValueError, match="Unnamed is a DFunction without a rule: set its class attribute _op_name to"):
+        Unnamed.apply(x)
+    with mock.patch.object(Unnamed, "_op_name", "multiply"), pytest.raises(ValueError, match="Unknown rule 'multiply'"):
         Unnamed.apply(x)
 
 
