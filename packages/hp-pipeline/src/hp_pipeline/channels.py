@@ -147,6 +147,7 @@ class Channel:
         self._left = 0
         self._sent: dict[Any, list[tuple[Any, Any, int]]] = {}
         self.overwritten = False
+        self._version = port().version
         self._collectives = get_platform().collectives
 
     # ---- sending ----
@@ -214,13 +215,14 @@ class Channel:
     def _put(self, tensor: Any, piece: Any) -> None:
         group, peer, tag, _ = self.link
         handle = self._collectives.send(tensor, peer, group=group, tag=tag, async_op=True)
-        self._sent.setdefault(piece, []).append((handle, tensor, port().version(tensor)))
+        self._sent.setdefault(piece, []).append((handle, tensor, self._version(tensor)))
 
     def release(self, piece: Any) -> None:
         """Let go of what was sent of a piece, which the receiver has, and note whether somebody wrote to it before."""
         for handle, tensor, version in self._sent.pop(piece, ()):
             handle.wait()
-            self.overwritten = self.overwritten or port().version(tensor) != version
+            if self._version(tensor) != version:
+                self.overwritten = True
 
     # ---- receiving ----
     def expect(self, count: int) -> None:

@@ -177,7 +177,10 @@ def sendable(tensor: T) -> T:
 
 def version(tensor: T) -> int:
     """Return a number that changes where somebody writes to the tensor."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode
+        return 0
 
 
 def needs_gradient(tensor: T) -> bool:
