@@ -102,6 +102,42 @@ def test_buffers_that_differ_are_named():
     assert built_with(keep_a_mean, {"pp": 2}, **sections).first == SPOILED.rpartition(".")[0]
 
 
+def read_the_rank(mlp):
+    mlp.register_forward_hook(lambda module, inputs, output: output * (1 + 1e-3 * torch.distributed.get_rank()))
+
+
+def skip_on_an_odd_rank(mlp):
+    """What would end in other collectives on one rank."""
+    odd = torch.distributed.get_rank() % 2
+    mlp.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output) if odd else output)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp"])
+@pytest.mark.parametrize("change", [read_the_rank, skip_on_an_odd_rank])
+def test_a_model_that_reads_the_rank_is_not_run_under_the_plan(change, axis):
+    result = built_with(change, {axis: 2}, pipeline={"micro_batches": 2} if axis == "pp" else {})
+    assert not result.passed and len(result.steps) == 1
+    assert result.first == "model.norm"  # the first innermost module after the change
+    assert "first in 'model.norm': it reads the rank, or draws at random; nothing was run under" in result.notes[0]
+
+
+def count_calls(mlp):
+    calls = []
+
+    def scale(module, inputs, output):
+        calls.append(1)
+        return output * (1 + 0.01 * len(calls))
+
+    mlp.register_forward_hook(scale)
+
+
+@on_ranks(2)
+def test_nothing_but_the_two_programs_calls_their_models():
+    result = built_with(count_calls, {"tp": 2})
+    assert result.passed, (result.first, result.largest)
+
+
 @on_ranks(2)
 def test_an_output_that_is_written_to_afterwards_is_no_difference():
     result = built_with(lambda mlp: mlp.register_forward_hook(lambda _, inputs, output: output.mul_(0.5)), {"tp": 2})
