@@ -120,3 +120,38 @@ def test_the_comparison_leaves_nothing_behind():
     for name, parameter in one.named_parameters():
         found = model.get_parameter(name).grad.full_tensor()
         torch.testing.assert_close(found, parameter.grad, atol=1e-6, rtol=1e-6, msg=name)  # the loss is in float32
+
+
+@on_ranks(2)
+def test_a_model_that_counts_its_calls_is_warned_of():
+    calls = []
+
+    def scale(module, inputs, output):
+        calls.append(1)
+        return output * (1 + 0.01 * len(calls))
+
+    one = llama()
+    one.model.layers[1].mlp.register_forward_hook(scale)
+    model = spread(one)
+    with pytest.warns(UserWarning, match=r"something else each time that it is passed the same inputs, first in 'mod"):
+        model(input_ids=ids())
+    assert len(calls) == 4  # three of the comparison
+    model(input_ids=ids())
+    assert len(calls) == 5
+
+
+@on_ranks(2)
+def test_what_forward_writes_is_as_it_was_before_each_of_the_two_passes():
+    one = llama()
+    one.model.register_buffer("mean", torch.zeros((), dtype=torch.float64, device=device_type()))
+
+    def keep(module, inputs, output):
+        one.model.mean.lerp_(output.detach().square().mean(), 0.5)
+        return output + one.model.mean
+
+    one.model.layers[1].mlp.register_forward_hook(keep)
+    model = apply(one, ParallelPlan.from_dict({"mesh": {"cp": 2}}))
+    one.model.mean.fill_(1.0)
+    with pytest.raises(NotImplementedError, match="first in 'model.norm': it derives something from"):
+        model(input_ids=ids())
+    assert model.model.mean == 1.0

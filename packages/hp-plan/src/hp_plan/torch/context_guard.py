@@ -5,7 +5,8 @@ Note [Parts and the whole]
     scale, the inputs of a decoder. On a part of a sequence that is something else, and nothing fails. So the first time
     that a model is called in some way (with these inputs, with padding or without), one sample of the call is computed
     twice without gradients: whole, by each rank for itself, and in parts. Where the outputs differ by more than the
-    dtype explains, the call is refused on all ranks, with the first module whose outputs differ. The sample is cut off
+    dtype explains, the call is refused on all ranks, with the first module whose outputs differ; a model whose outputs
+    of the whole differ from time to time can't be compared, which a warning says. The sample is cut off
     after `_LONGEST` tokens, modules are in evaluation mode meanwhile, and buffers and random generators are put back.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -100,20 +102,39 @@ class ContextGuard:
         mask = sample.get("attention_mask")
         counts = mask.bool() if mask is not None else torch.ones(1, length, dtype=torch.bool)
         places = self._shard({"input_ids": torch.arange(length)[None]})["input_ids"][0]
-        with self._without_traces():
-            whole, parts = self._outputs(sample, whole=True), self._outputs(self._cut(sample), whole=False)
-        first = self._first(whole, parts, counts.cpu()[0], places)
-        record = _RECORD.pack(first is not None, len(whole) if first is None else first)
-        everyone = [_RECORD.unpack(each) for each in share_bytes(record, self._group)]
-        if any(differs for differs, _ in everyone):
-            name = list(whole)[min(place for _, place in everyone)]
-            raise NotImplementedError(
-                f"cp: {type(self._model).__name__} computes something else of its part of a sequence than of the whole"
-                f" one, first in {name or 'its outputs'!r}: it derives something from the length or from all tokens"
-                " that it is passed (positions, a scale, a decoder's inputs). Pass what it derives by name, such as"
-                " position_ids, or leave cp out"
-            )
+
+        def outputs(whole: bool) -> dict[str, T]:
+            with self._without_traces():
+                return self._outputs(sample if whole else self._cut(sample), whole=whole)
+
+        whole, parts = outputs(True), outputs(False)
+        differing = self._of_all(self._first(whole, parts, counts.cpu()[0], places), len(whole))
         self._known.add(self._way(inputs, padded))
+        if differing is None:
+            return
+        changing = self._of_all(self._first(whole, outputs(True), counts.cpu()[0], torch.arange(length)), len(whole))
+        model = type(self._model).__name__
+        if changing is not None:
+            warnings.warn(
+                f"cp: {model} computes something else each time that it is passed the same inputs, first in"
+                f" {list(whole)[changing] or 'its outputs'!r}: it draws at random, or counts its calls, of which there"
+                " were 3 for this comparison. So its parts of a sequence were not compared with the whole",
+                stacklevel=2,
+            )
+            return
+        self._known.remove(self._way(inputs, padded))
+        raise NotImplementedError(
+            f"cp: {model} computes something else of its part of a sequence than of the whole one, first in"
+            f" {list(whole)[differing] or 'its outputs'!r}: it derives something from the length or from all tokens"
+            " that it is passed (positions, a scale, a decoder's inputs). Pass what it derives by name, such as"
+            " position_ids, or leave cp out"
+        )
+
+    def _of_all(self, first: int | None, count: int) -> int | None:
+        """Return the lowest number of a module that any rank found, of so many; None if none did."""
+        record = _RECORD.pack(first is not None, count if first is None else first)
+        everyone = [_RECORD.unpack(each) for each in share_bytes(record, self._group)]
+        return min(place for _, place in everyone) if any(differs for differs, _ in everyone) else None
 
     def _outputs(self, inputs: dict[str, Any], *, whole: bool) -> dict[str, T]:
         """Return the first output of each module without others inside, in the order of the first calls, then the last.
