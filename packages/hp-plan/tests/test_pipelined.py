@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import hp_fsdp
 from hp_pipeline import PipelinedModel
 from hp_plan import ParallelPlan, PlanError, apply, build_model, verify
 from hp_plan.extend import data_parallel_rows
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch'
 
 TOLERANCE = 1e-10
 OTHERS = ("interleaved", "zb2p", "dualpipev")
+BERT = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+UNTIED = {"tie_word_embeddings": False}
 BLOCKS = {f"model.layers.{index}.mlp.down_proj" for index in range(2)}
 
 
@@ -105,6 +108,43 @@ def test_a_tied_weight_in_two_groups_of_one_rank_is_refused():
     plan = small_plan({"pp": 2, "dp_shard": 2}, {"schedule": "zbv"}, layers=4, tie_word_embeddings=True)
     with pytest.raises(PlanError, match="stages 0 and 3 share model.embed_tokens.weight, and are on one rank, whose"):
         apply(build_model(plan), plan)
+
+
+@on_ranks(4)
+def test_a_bias_that_a_shared_head_shares_with_another_module_is_refused():
+    plan = ParallelPlan.from_dict(
+        {
+            "model": {"config": "BertConfig", "task": "masked-lm", "overrides": BERT},
+            "mesh": {"pp": 2, "dp_shard": 2},
+            "data": {"batch_size": 4},
+        }
+    )
+    with pytest.raises(
+        PlanError, match=r"stages share cls\.predictions\.decoder\.weight, so .* but .*bias is"
+    ):
+        apply(build_model(plan), plan)
+    tables = {**plan.to_dict(), "model": {**plan.to_dict()["model"], "overrides": {**BERT, **UNTIED}}}
+    plan = ParallelPlan.from_dict(tables)
+    result = verify(plan, tolerance=TOLERANCE)
+    assert result.passed, result.first
+
+
+@on_ranks(4)
+def test_a_stage_that_cannot_be_sharded_is_refused_on_all_ranks():
+    plan, rank = small_plan({"pp": 2, "dp_shard": 2}), get_platform().groups.rank()
+    fully_shard = hp_fsdp.fully_shard
+
+    def refuse(module, **options):
+        raise ValueError("no such layer")
+
+    hp_fsdp.fully_shard = refuse if rank >= 2 else fully_shard
+    try:
+        with pytest.raises(
+            ValueError, match="no such layer" if rank > 1 else "apply: the stages of rank 2: .*no such"
+        ):
+            apply(build_model(plan), plan)
+    finally:
+        hp_fsdp.fully_shard = fully_shard
 
 
 @on_ranks(2)

@@ -36,6 +36,7 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.tables import choose_styles
 from hp_platform import get_platform
+from hp_platform.extend import agree, share_bytes
 from hp_styles import ContextParallel, parallelize_module
 
 Model = TypeVar("Model")
@@ -95,7 +96,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     styles = choose_styles(plan, outline).by_name if "tp" in axes or plan.mesh.ep > 1 else {}
     mesh = with_expert_axes(plan, mesh, expert_styles(styles))
     if "pp" in axes:
-        return _in_stages(model, plan, mesh, outline, styles)
+        return _in_stages(model, plan, mesh, outline, styles, everyone)
     _distribute(model, plan, mesh, outline, styles, outline.modules)
     if outline.balances and plan.mesh.data_parallel * plan.mesh.cp > 1:
         own.balance_all_tokens(model)  # before outputs are whole sequences again
@@ -109,21 +110,30 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
 
 
 def _in_stages(
-    model: Any, plan: ParallelPlan, mesh: DeviceMesh, outline: ModelOutline, styles: Mapping[str, str]
+    model: Any, plan: ParallelPlan, mesh: DeviceMesh, outline: ModelOutline, styles: Mapping[str, str], everyone: Any
 ) -> Any:
     """Return this rank's stages of the model, each distributed over the ranks that have the same."""
     own, pp = models(), mesh["pp"]
     choice = choose_order(plan, model)
     device = get_platform().devices.current_device() if own.is_empty(model) else None
     kinds = {name: type(module) for name, module in own.named_modules(own.base(model))}
-    stages = []
-    for index in choice.pipeline.stages[pp.get_local_rank()]:
-        stage = choice.split.stage(index)
-        # What stands in for modules of other stages has another class.
-        here = {name for name, module in own.named_modules(stage) if type(module) is kinds.get(name)}
-        alone = {info.parameter.rpartition(".")[0] for info in choice.split.shared_in(index)}
-        _distribute(stage, plan, mesh, outline, styles, here, alone)
-        stages.append(choice.split.pipeline_stage(index, device))
+    stages: list[Any] = []
+
+    def distribute() -> bytes:
+        for index in choice.pipeline.stages[pp.get_local_rank()]:
+            stage = choice.split.stage(index)
+            # What stands in for modules of other stages has another class.
+            here = {name for name, module in own.named_modules(stage) if type(module) is kinds.get(name)}
+            alone = {info.parameter.rpartition(".")[0] for info in choice.split.shared_in(index)}
+            _distribute(stage, plan, mesh, outline, styles, here, alone)
+            stages.append(choice.split.pipeline_stage(index, device))
+        return b""
+
+    def failed(texts: Mapping[int, str], error: Exception | None) -> Exception:
+        place, text = next(iter(texts.items()))
+        return error or ValueError(f"apply: the stages of rank {mesh.ranks.reshape(-1).tolist()[place]}: {text}")
+
+    agree(distribute, failed, functools.partial(share_bytes, group=everyone))  # other stages may fit the plan
     schedule = PipelineSchedule(
         stages,
         choice.pipeline.micro_batches,

@@ -311,8 +311,9 @@ def check_split(plan: ParallelPlan, model: Any) -> list[Diagnostic]:
         split = split_stages(plan, model, stage_count(plan))
     except PlanError as error:
         return list(error.diagnostics)
-    if plan.pipeline.schedule == "auto":
-        return []
+    found = _check_groups(plan, split, model)
+    if plan.pipeline.schedule == "auto" or found:
+        return found
     shape, _ = ORDERS[plan.pipeline.schedule]
     return check_shared(plan, split, _placement(plan, shape, stage_count(plan)))
 
@@ -330,6 +331,26 @@ def check_shared(plan: ParallelPlan, split: Split, placement: Sequence[int]) -> 
             )
             fix = "take a schedule without stages there and back, such as 'interleaved', or tie_word_embeddings = false"
             return [Diagnostic("pipeline.schedule", message, fix)]
+    return []
+
+
+def _check_groups(plan: ParallelPlan, split: Split, model: Any) -> list[Diagnostic]:
+    """Check that the module of a weight that stages share, which is a sharded group of its own, shares no other."""
+    if not plan.mesh.shard_axes:
+        return []
+    tied = models().outline(model).tied
+    for info in (each for index in range(len(split.stages)) for each in split.shared_in(index)):
+        module = info.parameter.rpartition(".")[0]
+        for names in tied:
+            inside = [name for name in names if name.startswith(f"{module}.")]
+            if inside and info.parameter not in names and len(inside) < len(names):
+                other = next(name for name in names if name not in inside)
+                message = (
+                    f"stages share {info.parameter}, so {module} is a group of dp_shard of its own, but {inside[0]} is"
+                    f" {other} as well, of another group"
+                )
+                fix = "leave pp or dp_shard out, or tie_word_embeddings = false"
+                return [Diagnostic("mesh.pp", message, fix)]
     return []
 
 
