@@ -153,6 +153,25 @@ def test_what_makes_a_weight_gets_the_gradient() -> None:
     assert torch.equal(half.grad, 2 * x.sum(0).expand(4, 6))
 
 
+@pytest.mark.parametrize("biased", [True, False])
+def test_an_output_of_several_dims_may_be_written_to(biased) -> None:
+    def run(weight, x, bias, function) -> torch.Tensor:
+        out = function(x, weight, bias if biased else None)
+        out.mul_(0.5)
+        out[..., 0] += 1.0
+        return out.square().sum()
+
+    tensors = [torch.randn(*shape, dtype=torch.float64) for shape in ((4, 6), (2, 3, 6), (4,))]
+    expected, got = ([each.clone().requires_grad_() for each in tensors] for _ in range(2))
+    run(*expected, torch.nn.functional.linear).backward()
+    deferred = DeferredGradients()
+    with frame(weights=deferred):
+        run(*got, linear).backward()
+    deferred.run()
+    for one, other in list(zip(expected, got, strict=True))[: 2 + biased]:
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_a_frozen_weight_owes_nothing() -> None:
     model, x, deferred = built(), batch(), DeferredGradients()
     mark(model)
@@ -216,8 +235,9 @@ def test_two_runs_of_a_block_keep_their_own() -> None:
     assert torch.equal(x.grad, u.grad) and torch.equal(y.grad, v.grad)
 
 
-def test_an_output_that_is_written_in_place_is_refused() -> None:
-    model, x, kept = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2)), torch.ones(1, 2), None
+@pytest.mark.parametrize("shape", [(1, 2), (3, 1, 2)])
+def test_an_output_that_is_written_in_place_is_refused(shape) -> None:
+    model, x, kept = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2)), torch.ones(shape), None
     mark(model)
     kept = KeptOutputs(["0"])
     out = checkpoint(model, x, use_reentrant=False, context_fn=kept.contexts)

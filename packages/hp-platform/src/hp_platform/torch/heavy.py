@@ -134,7 +134,7 @@ class _Product(torch.autograd.Function):
         site: str | None,
         edges: Sequence[GradientEdge | None],
     ) -> T:
-        compute = functools.partial(product.output, input, weight, bias)
+        compute = functools.partial(_output, product, input, weight, bias)
         out = compute() if frame.outputs is None else frame.outputs.output(site, compute)
         # Not the frame: nodes live as long as the graph, and its outputs may hold what is needed no more.
         ctx.inputs, ctx.weights, ctx.edges, ctx.shape = frame.inputs, frame.weights, edges, input.shape
@@ -167,6 +167,12 @@ class _Product(torch.autograd.Function):
             gradients = iter(ctx.product.to_weights(grad, inputs, *ctx.needs_input_grad[1:3]))
             to_weight, to_bias = (next(gradients) if needed else None for needed in ctx.needs_input_grad[1:3])
         return to_input, to_weight, to_bias, None, None, None, None
+
+
+def _output(product: Product, input: T, weight: T, bias: T | None) -> T:
+    """Compute a product that may be written to in place: a view of a function's would refuse it."""
+    out = product.output(input, weight, bias)
+    return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
 
 class _Linear:
