@@ -162,6 +162,20 @@ def test_packed_documents_and_the_callers_own_number_of_tokens():
 
 
 @on_ranks(2)
+def test_what_is_computed_of_the_loss_is_of_the_whole_sequences():
+    plan = small_plan({"cp": 2}, sections={"run": {"dtype": "float64"}})
+    single = build_model(plan).to(device_type()).train()
+    model, batch = apply(copy.deepcopy(single), plan), padded(plan)
+    with Float64():
+        expected, got = single(**batch).loss ** 2, model(**batch).loss ** 2
+        expected.backward()
+        got.backward()
+    torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=0)  # on each rank
+    for (name, p), q in zip(model.named_parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=TOLERANCE, msg=name)
+
+
+@on_ranks(2)
 def test_outputs_without_labels_are_whole():
     plan = small_plan({"cp": 2}, {"ulysses_degree": 1}, sections={"run": {"dtype": "float64"}})
     single = build_model(plan).to(device_type()).train()

@@ -4,10 +4,11 @@ Note [Whole sequences at the border]
 The ranks of `cp` share each sample: a rank has a part of its tokens, and attention is over the parts of all
 (`hp_styles.ContextParallel`). The caller passes whole sequences, the same on each of these ranks, and the model takes
 its part of everything that belongs to a token. Labels are shifted before, since the token after the last of a part is
-often on another rank. The loss is the sum over this rank's tokens, over the number of tokens that count on all ranks
-that have other tokens, times the number of these ranks: the mean of the ranks' losses is the loss of one process over
-the whole batch, however the tokens that count are distributed, and `fully_shard`, which takes the mean of the ranks'
-gradients, has its gradient. Without labels the outputs are whole sequences again; with labels, this rank's part.
+often on another rank. A rank's loss is the sum over its tokens, over the number of tokens that count on all ranks that
+have other tokens, times the number of these ranks: the mean of the ranks' losses is the loss of one process over the
+whole batch, however the tokens that count are distributed, and `fully_shard`, which takes the mean of the ranks'
+gradients, has its gradient. Ranks that share samples are given the mean of theirs, so that what is computed of the loss
+is the same on all. Without labels the outputs are whole sequences again; with labels, this rank's part.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from hp_dtensor import DeviceMesh
 from hp_pipeline import PipelinedModel
 from hp_plan.micro_batches import IGNORED
 from hp_plan.torch.context_guard import ContextGuard
+from hp_platform import collectives
 from hp_platform.extend import agree, map_nested, share_bytes
 from hp_styles import context_parallel_shard, context_parallel_unshard
 from hp_styles.extend import hook
@@ -71,7 +72,7 @@ class Border:
             model: the model; its `loss_function` is set.
             plain: makes the model's output plain.
         """
-        loss, sizes = _CountedLoss(model), [0, 0]
+        loss, sizes = _CountedLoss(model, self._mesh), [0, 0]
         chunks = self._mesh.size() * (2 if self._load_balance else 1)
         self._guard = guard = ContextGuard(model, self._part, self._shard, chunks, self._data.get_group())
         for each in model.modules():
@@ -106,7 +107,7 @@ class Border:
     def attach_stages(self, model: PipelinedModel) -> None:
         """Let `run` take whole sequences: stages send each other parts."""
         original, stages = model.run, list(model.stages.values())
-        losses = [_CountedLoss(stage) for stage in stages]
+        losses = [_CountedLoss(stage, self._mesh) for stage in stages]
 
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -245,16 +246,21 @@ class Border:
 class _CountedLoss:
     """A model's `loss_function`, which is to be given shifted labels and the number of tokens.
 
+    Its value is the mean over the ranks that share samples, its gradient that of this rank's tokens: whatever is
+    computed of the loss has the gradient of one process in the mean of the ranks'.
+
     Args:
         model: the model, or a stage of it.
+        mesh: of the context parallel ranks.
 
     Attributes:
         expected: labels were passed, and the loss has not been asked for.
         called: it has, with what it needs.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, mesh: DeviceMesh) -> None:
         self.expected = self.called = False
+        self._mesh = mesh
         self._name, self._loss = type(model).__name__, model.loss_function
         model.loss_function = self
 
@@ -266,8 +272,14 @@ class _CountedLoss:
         """
         if self.expected and (options.get("shift_labels") is None or options.get("num_items_in_batch") is None):
             self.refuse()
-        self.expected, self.called = False, self.expected or self.called
-        return self._loss(*args, **options)
+        counted = self.expected
+        self.expected, self.called = False, counted or self.called
+        loss = self._loss(*args, **options)
+        if not counted or not isinstance(loss, T) or loss.dim():
+            return loss
+        mean = loss.detach().clone()
+        collectives.all_reduce(mean, "avg", group=self._mesh.get_group())
+        return loss - loss.detach() + mean
 
     def refuse(self) -> NoReturn:
         """Refuse a model that computes its loss in another way.
