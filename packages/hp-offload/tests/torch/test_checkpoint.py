@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import gc
@@ -155,6 +156,17 @@ def test_random_numbers_stay_where_they_are():
     out.sum().backward()
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(x.grad != 0, out.detach() != 0)
+
+
+def test_context_variables_are_those_of_forward():
+    factor = contextvars.ContextVar("factor", default=1.0)
+    x = torch.tensor([0.5, 2.0], requires_grad=True)
+    token = factor.set(3.0)
+    out = checkpoint(lambda x: (x * factor.get()).exp(), x)
+    factor.reset(token)
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, 3 * (3 * x.detach()).exp())
+    assert factor.get() == 1.0
 
 
 def test_autocast_and_determinism_are_those_of_forward():

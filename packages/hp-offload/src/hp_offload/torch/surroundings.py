@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ def _kind() -> str:
 
 
 class Surroundings:
-    """Random generators, autocast, determinism, function modes and the frame of heavy operations."""
+    """Random generators, autocast, determinism, function modes, the frame of heavy operations, context variables."""
 
     def __init__(self) -> None:
         kind = _kind()
@@ -32,6 +33,7 @@ class Surroundings:
         self._deterministic = _deterministic(), torch.is_deterministic_algorithms_warn_only_enabled()
         self._modes = _function_modes()
         self._frame = current_frame()
+        self._variables = contextvars.copy_context()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -49,6 +51,9 @@ class Surroundings:
                     stack.enter_context(mode)
             if self._frame is not current_frame():
                 stack.enter_context(frame(like=self._frame or Frame()))
+            for variable, value in self._variables.items():
+                if variable.get(None) is not value:
+                    stack.callback(variable.reset, variable.set(value))
             stack.enter_context(torch.enable_grad())
             yield
 
