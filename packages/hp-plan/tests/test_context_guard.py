@@ -10,6 +10,7 @@ import torch
 import transformers as t
 
 from hp_plan import ParallelPlan, apply
+from hp_plan.torch.float64 import Float64
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
 
@@ -155,3 +156,23 @@ def test_what_forward_writes_is_as_it_was_before_each_of_the_two_passes():
     with pytest.raises(NotImplementedError, match="first in 'model.norm': it derives something from"):
         model(input_ids=ids())
     assert model.model.mean == 1.0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("window", [3, 40])
+def test_attention_that_caps_its_logits_is_compared(window):
+    torch.manual_seed(0)
+    sizes = {**LLAMA, "head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": window}
+    one = t.Gemma2ForCausalLM(t.Gemma2Config(**sizes, attn_logit_softcapping=0.5, attn_implementation="eager"))
+    model = spread(one.to(device_type()).double(), {"cp": 2})
+    mask = torch.ones_like(ids())
+    mask[1, :5] = 0
+    labels = ids().masked_fill(mask == 0, -100)
+    batch = {"input_ids": ids(), "attention_mask": mask}
+    with Float64():
+        expected, got = one(**batch).logits, model(**batch).logits
+        torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], atol=1e-12, rtol=0)
+        with pytest.raises(ValueError, match=r"cp: 1 label\(s\) are predicted by tokens of padding"):
+            model(**batch, labels=labels)
+        labels[1, 5] = -100
+        torch.testing.assert_close(model(**batch, labels=labels).loss, one(**batch, labels=labels).loss)

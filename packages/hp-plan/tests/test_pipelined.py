@@ -119,9 +119,7 @@ def test_a_bias_that_a_shared_head_shares_with_another_module_is_refused():
             "data": {"batch_size": 4},
         }
     )
-    with pytest.raises(
-        PlanError, match=r"stages share cls\.predictions\.decoder\.weight, so .* but .*bias is"
-    ):
+    with pytest.raises(PlanError, match=r"stages share cls\.predictions\.decoder\.weight, so .* but .*bias is"):
         apply(build_model(plan), plan)
     tables = {**plan.to_dict(), "model": {**plan.to_dict()["model"], "overrides": {**BERT, **UNTIED}}}
     plan = ParallelPlan.from_dict(tables)
@@ -139,9 +137,7 @@ def test_a_stage_that_cannot_be_sharded_is_refused_on_all_ranks():
 
     hp_fsdp.fully_shard = refuse if rank >= 2 else fully_shard
     try:
-        with pytest.raises(
-            ValueError, match="no such layer" if rank > 1 else "apply: the stages of rank 2: .*no such"
-        ):
+        with pytest.raises(ValueError, match="no such layer" if rank > 1 else "apply: the stages of rank 2: .*no such"):
             apply(build_model(plan), plan)
     finally:
         hp_fsdp.fully_shard = fully_shard

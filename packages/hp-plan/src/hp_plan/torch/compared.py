@@ -248,7 +248,8 @@ def _after_forward(model: nn.Module, names: set[str], seen: Callable[[str, torch
 
 def _sums(tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
     """Return the sum of all elements, and that of their sizes."""
-    sums = [(each.double().sum().item(), each.double().abs().sum().item()) for each in tensors]
+    real = [(torch.view_as_real(each) if each.is_complex() else each).double() for each in tensors]
+    sums = [(each.sum().item(), each.abs().sum().item()) for each in real]
     return sum(each for each, _ in sums), sum(size for _, size in sums)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from hp_dtensor import DeviceMesh
 from hp_pipeline import PipelinedModel
+from hp_plan.context import caps_logits
 from hp_plan.micro_batches import IGNORED
 from hp_plan.torch.context_guard import ContextGuard
 from hp_platform import collectives
@@ -31,6 +32,10 @@ T = torch.Tensor
 _NUMBERS = struct.Struct("<qq?")  # of labels, a digest, and whether the guard is asked
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels")
 _CACHES = ("past_key_values", "past_key_value", "cache_params")
+_OF_PADDING = (
+    "cp: {} label(s) are predicted by tokens of padding, as the first token's after padding on the left is, where"
+    " attention that caps its logits takes the mean of all tokens in one process, and of none here: make them -100"
+)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -64,6 +69,7 @@ class Border:
         self._mesh, self._data, self._load_balance = mesh, data, load_balance
         self._guard: ContextGuard | None = None
         self._last: T | None = None  # the largest position of the call
+        self._capped = False  # attention is not torch's
 
     def attach(self, model: nn.Module, plain: Callable[[Any], Any]) -> None:
         """Register the hooks of a model.
@@ -73,6 +79,7 @@ class Border:
             plain: makes the model's output plain.
         """
         loss, sizes = _CountedLoss(model, self._mesh), [0, 0]
+        self._capped = caps_logits(getattr(model, "config", None))
         chunks = self._mesh.size() * (2 if self._load_balance else 1)
         self._guard = guard = ContextGuard(model, self._part, self._shard, chunks, self._data.get_group())
         for each in model.modules():
@@ -107,6 +114,7 @@ class Border:
     def attach_stages(self, model: PipelinedModel) -> None:
         """Let `run` take whole sequences: stages send each other parts."""
         original, stages = model.run, list(model.stages.values())
+        self._capped = caps_logits(getattr(model, "config", None))
         losses = [_CountedLoss(stage, self._mesh) for stage in stages]
 
         @functools.wraps(original)
@@ -196,8 +204,13 @@ class Border:
             labels, digest = tokens.get("labels"), _digest(tokens)
             count = torch.zeros_like(digest) if labels is None else (labels != IGNORED).sum()
             mask = tokens.get("attention_mask")
-            zeros = torch.zeros_like(digest) if mask is None else (mask == 0).sum()
-            *numbers, padding[0] = torch.stack([count, digest, zeros]).tolist()
+            zeros = unseen = torch.zeros_like(digest)
+            if mask is not None:
+                zeros = (mask == 0).sum()
+                unseen = zeros if labels is None else ((labels != IGNORED) & (mask == 0)).sum()
+            *numbers, padding[0], of_padding = torch.stack([count, digest, zeros, unseen]).tolist()
+            if labels is not None and of_padding and self._capped:
+                raise ValueError(_OF_PADDING.format(of_padding))
             return _NUMBERS.pack(*numbers, self._guard is not None and self._guard.asks(inputs, padding[0] > 0))
 
         def failed(texts: Mapping[int, str], error: Exception | None) -> Exception:

@@ -17,7 +17,7 @@ from torch import nn
 from hp_dtensor import implicit_replication
 from hp_moe import register_experts
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
-from hp_styles.torch.extend import capped_attention
+from hp_styles.torch.extend import capped_attention, sees_whole_sequences
 
 __all__ = ["generate_inside"]
 
@@ -191,6 +191,8 @@ def _capped(
     Raises:
         NotImplementedError: a mask, which the style takes away where it can read it, or sinks and the like.
     """
+    if sees_whole_sequences():
+        return _attention(query, key, value, attention_mask, scaling, softcap, bool(getattr(module, "is_causal", True)))
     unknown = [name for name in ("s_aux", "position_bias") if others.get(name) is not None]
     if attention_mask is not None or unknown:
         got = unknown or ["attention_mask"]
@@ -200,6 +202,25 @@ def _capped(
     causal = bool(getattr(module, "is_causal", True))
     options = {"is_causal": causal, "scale": scaling, "dropout_p": dropout}
     return capped_attention(query, key, value, cap=softcap, **options).transpose(1, 2).contiguous(), None
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    cap: float | None,
+    causal: bool,
+) -> tuple[torch.Tensor, None]:
+    """Compute `_capped` in one process, of a whole sequence; True in the mask is seen."""
+    key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+    logits = query @ key.transpose(2, 3) * scaling
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    if mask is None and causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    logits = logits if mask is None else logits.masked_fill(~mask, -torch.inf)
+    return (logits.softmax(-1).nan_to_num() @ value).transpose(1, 2).contiguous(), None
 
 
 def generate_inside(model: nn.Module) -> None:

@@ -5,6 +5,6 @@ from __future__ import annotations
 from hp_styles.torch import modules
 from hp_styles.torch.context.attention import capped_attention
 from hp_styles.torch.context.call import refuse_compiled
-from hp_styles.torch.context.hooks import whole_sequences
+from hp_styles.torch.context.hooks import sees_whole_sequences, whole_sequences
 
-__all__ = ["capped_attention", "modules", "refuse_compiled", "whole_sequences"]
+__all__ = ["capped_attention", "modules", "refuse_compiled", "sees_whole_sequences", "whole_sequences"]

@@ -31,7 +31,7 @@ from hp_styles.torch.context.exchange import Transfer
 from hp_styles.torch.context.sequence import CUT, like
 from hp_styles.torch.context.settling import Settling, end_round
 
-__all__ = ["attach", "enclose", "whole_sequences"]
+__all__ = ["attach", "enclose", "sees_whole_sequences", "whole_sequences"]
 
 T = torch.Tensor
 _SEQUENCE = 2
@@ -83,6 +83,11 @@ def whole_sequences() -> Iterator[None]:
         yield
     finally:
         _frames.whole = before
+
+
+def sees_whole_sequences() -> bool:
+    """Tell whether this thread is inside of `whole_sequences`."""
+    return _frames.whole
 
 
 class _Attention(TorchFunctionMode):
