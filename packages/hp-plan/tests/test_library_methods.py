@@ -99,3 +99,31 @@ def saved_as(path: Path, one: torch.nn.Module, state: dict[str, torch.Tensor]) -
     read = getattr(transformers, type(one).__name__).from_pretrained(path, dtype=torch.float64)
     assert type(read) is type(one)
     assert all(torch.equal(value, state[name]) for name, value in read.state_dict().items())
+
+
+@on_ranks(2)
+def test_whole_weights_are_loaded_and_the_inner_model_is_called_alone():
+    plan = plan_of(FAMILIES["llama"], Cell({"tp": 2}))
+    one = build_model(plan)
+    with torch.no_grad():
+        for parameter in one.parameters():
+            parameter.mul_(1.5)
+    model = apply(build_model(plan), plan)
+    model.load_state_dict(one.state_dict())
+    tokens = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    got, expected = (each.model(input_ids=tokens).last_hidden_state for each in (model, one))
+    torch.testing.assert_close(got, expected)
+    got.square().sum().backward()
+    expected.square().sum().backward()
+    gradient = model.model.layers[0].mlp.up_proj.weight.grad.full_tensor()
+    torch.testing.assert_close(gradient, one.model.layers[0].mlp.up_proj.weight.grad)
+    torch.testing.assert_close(model(input_ids=tokens).logits, one(input_ids=tokens).logits)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("axis", ["tp", "dp_shard"])
+def test_a_vocabulary_grows_before_the_plan(axis):
+    model = apply(build_model(plan_of(FAMILIES["llama"], Cell({axis: 2}))), plan_of(FAMILIES["llama"], Cell({axis: 2})))
+    with pytest.raises(NotImplementedError, match=r"resize them before hp_plan\.apply"):
+        model.resize_token_embeddings(64)
+    assert model.resize_token_embeddings() is model.get_input_embeddings()

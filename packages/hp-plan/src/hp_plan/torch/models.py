@@ -161,8 +161,9 @@ def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Plain) -> None:
         mesh: of the tensor parallel ranks.
         plain: makes the model's output plain.
     """
-    _run_inside_replication(model, mesh)
-    model.register_forward_hook(hook(lambda module, inputs, output: plain(output)))
+    running: list[contextlib.ExitStack] = []
+    for module in _with_base(model):
+        _run_inside_replication(module, mesh, plain, running)
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for block in module:
@@ -203,8 +204,16 @@ def shard_at_border(model: nn.Module, mesh: DeviceMesh, data: DeviceMesh, load_b
         border.attach(base(model), plain)
 
 
-def _run_inside_replication(module: nn.Module, mesh: DeviceMesh) -> None:
-    entered: list[contextlib.ExitStack] = []
+def _with_base(model: nn.Module) -> list[nn.Module]:
+    """List a model and the one inside that has no head, which users call by itself."""
+    inner = getattr(model, getattr(model, "base_model_prefix", "") or " ", None)
+    return [model, inner] if isinstance(inner, nn.Module) and inner is not model else [model]
+
+
+def _run_inside_replication(
+    module: nn.Module, mesh: DeviceMesh, plain: Plain, running: list[contextlib.ExitStack]
+) -> None:
+    """Let a module's forward, where it is not a part of another's that runs, have plain inputs and outputs."""
     roster = _roster(module)
 
     def enter(module: nn.Module, inputs: Any) -> None:
@@ -214,11 +223,12 @@ def _run_inside_replication(module: nn.Module, mesh: DeviceMesh) -> None:
             roster = _roster(module)
         stack = contextlib.ExitStack()
         stack.enter_context(implicit_replication())
-        entered.append(stack)
+        running.append(stack)
 
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        if entered:
-            entered.pop().close()
+    def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if running:
+            running.pop().close()
+        return output if running else plain(output)
 
     module.register_forward_pre_hook(hook(enter), prepend=True)
     module.register_forward_hook(hook(leave), always_call=True)
@@ -246,7 +256,8 @@ def _take_distributed_inputs(block: nn.Module, mesh: DeviceMesh) -> None:
 def adapt_library_methods(model: nn.Module, *, tensor_parallel: bool) -> None:
     """Adapt the methods of transformers' models besides forward to a plan."""
     if tensor_parallel:
-        library.generate_inside(model)
+        library.replicate_inside(model)
+    library.refuse_resizing(model)
     save_whole(model)
 
 

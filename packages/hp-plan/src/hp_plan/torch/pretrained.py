@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_dtensor import implicit_replication
+from hp_dtensor import DTensor, implicit_replication
 from hp_moe import register_experts
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_styles.torch.extend import capped_attention, sees_whole_sequences
@@ -223,15 +223,39 @@ def _attention(
     return (logits.softmax(-1).nan_to_num() @ value).transpose(1, 2).contiguous(), None
 
 
-def generate_inside(model: nn.Module) -> None:
-    """Treat plain tensors as replicated in all of `generate`: beams reorder a cache of DTensors between forwards."""
-    if not callable(getattr(model, "generate", None)):
+def replicate_inside(model: nn.Module) -> None:
+    """Treat plain tensors as replicated in methods of a tensor parallel model.
+
+    Beams of `generate` reorder a cache of DTensors between forwards, and `load_state_dict` takes whole weights.
+    """
+    for name in ("generate", "load_state_dict"):
+        original: Any = getattr(model, name, None)
+        if callable(original):
+            setattr(model, name, _replicating(original))
+
+
+def _replicating(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        with implicit_replication():
+            return method(*args, **options)
+
+    return call
+
+
+def refuse_resizing(model: nn.Module) -> None:
+    """Let `resize_token_embeddings` say that it comes before the plan: its new weights would be on no other rank."""
+    original: Any = getattr(model, "resize_token_embeddings", None)
+    if not callable(original):
         return
-    original: Any = model.generate
 
     @functools.wraps(original)
-    def generate(*args: Any, **options: Any) -> Any:
-        with implicit_replication():
-            return original(*args, **options)
+    def resize_token_embeddings(new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
+        spread = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        if new_num_tokens is None or not spread:  # without a number it returns the embeddings
+            return original(new_num_tokens, *args, **options)
+        raise NotImplementedError(
+            "resize_token_embeddings: a plan has spread the embeddings over ranks; resize them before hp_plan.apply"
+        )
 
-    model.generate = generate  # type: ignore[assignment]
+    model.resize_token_embeddings = resize_token_embeddings  # type: ignore[assignment]
