@@ -282,6 +282,16 @@ def expert_plans(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def products(session: nox.Session) -> None:
+    """1,000 random products of families, axes, options and habits against one process; writes docs/products.md."""
+    install(session, "hp-plan", extras="[torch,test]")
+    environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    session.run("python", "packages/hp-plan/benchmarks/matrix_products.py", *session.posargs, env=environment)
+    if not session.posargs:
+        session.run("python", "packages/hp-plan/benchmarks/matrix_sabotage.py", env=environment)
+
+
+@nox.session(default=False)
 def init(session: nox.Session) -> None:
     """Trains the plans that `hyper-parallel init` writes for 12 model families, 20 steps each on 4 ranks."""
     install(session, *PACKAGES, extras="[torch]")
