@@ -93,6 +93,31 @@ class FromHalf(nn.Module):
         return self.layer(x.float())
 
 
+class Doubled(nn.Module):
+    """Returns a tensor twice, or with a view of it."""
+
+    def __init__(self, view=False):
+        super().__init__()
+        self.layer, self.view = nn.Linear(WIDTH, WIDTH), view
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        return hidden, hidden[:, :2] if self.view else hidden
+
+
+class Writes(nn.Module):
+    """Writes to the first of its inputs."""
+
+    def __init__(self, writes=True):
+        super().__init__()
+        self.layer, self.writes = nn.Linear(WIDTH, WIDTH), writes
+
+    def forward(self, a, b):
+        if self.writes:
+            a.mul_(2.0)
+        return self.layer(a) + b.sum(-1, keepdim=True)
+
+
 class Noisy(nn.Module):
     """Blocks with dropout that are computed again, with counted forwards."""
 
@@ -136,6 +161,8 @@ CASES = {
     "frozen last": lambda: (Frozen(trains=True), Frozen()),
     "all frozen": lambda: (Frozen(), Frozen()),
     "chunk": lambda: (Chunked(), TakesOne()),
+    "a tensor twice": lambda: (Doubled(), Writes()),
+    "a tensor and a view of it": lambda: (Doubled(view=True), Writes(writes=False)),
     "batch norm": lambda: (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), nn.BatchNorm1d(WIDTH)),
     "bfloat16": lambda: (Half(), FromHalf()),
     "computed again": lambda: (Noisy("all"), Twice()),
@@ -205,3 +232,36 @@ def test_bits_and_hooks_are_those_of_one_process(case, name):
         assert {key for key, count in seen.items() if count} == {key for key, count in hooked.items() if count}
     if not rank and isinstance(first, Noisy):
         assert first.forwards == 2 * 2 * MICRO_BATCHES, "each block forward, and once again"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("view", [False, True])
+def test_inputs_that_are_one_tensor_on_one_rank(view):
+    """The two stages in the middle of a V are on one rank."""
+    torch.manual_seed(0)
+    stages = [nn.Linear(WIDTH, WIDTH), Doubled(view), Writes(), Loss(nn.Linear(WIDTH, WIDTH))]
+    modules = nn.ModuleList(stages).to(device_type())
+    reference, rank = copy.deepcopy(modules), dist.get_rank()
+    x = torch.randn(4 * MICRO_BATCHES, WIDTH).to(device_type())
+    own = [rank, 3 - rank]
+    schedule = hp_pipeline.ScheduleZBV([PipelineStage(modules[index], index, 4) for index in own], MICRO_BATCHES)
+    if view:
+        with pytest.raises(hp_pipeline.PipelineError, match="stage 2 wrote in place to an input that has memory in"):
+            schedule.run(x)
+        return
+    for part in x.chunk(MICRO_BATCHES):
+        (reference[3](reference[2](*reference[1](reference[0](part)))) / MICRO_BATCHES).backward()
+    schedule.run(x)
+    for index in own:
+        for one, two in zip(modules[index].parameters(), reference[index].parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad)
+
+
+@on_ranks(2)
+def test_a_write_to_a_view_that_came_is_refused():
+    modules, rank = nn.ModuleList([Doubled(view=True), Loss(Writes())]).to(device_type()), dist.get_rank()
+    schedule = hp_pipeline.Schedule1F1B(PipelineStage(modules[rank], rank, 2), MICRO_BATCHES)
+    with pytest.raises(
+        hp_pipeline.PipelineError, match=r"stage 1 wrote in place .* one tensor in stage 0 have"
+    ):
+        schedule.run(torch.randn(4 * MICRO_BATCHES, WIDTH).to(device_type()))

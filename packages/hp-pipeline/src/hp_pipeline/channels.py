@@ -27,7 +27,7 @@ from hp_pipeline.links import Link
 from hp_pipeline.port import port
 from hp_platform import get_platform
 
-__all__ = ["FAILED", "Channel", "Failed", "Message"]
+__all__ = ["FAILED", "Again", "Channel", "Failed", "Message"]
 
 _SAME, _DESCRIBED, _BROKEN = range(3)
 
@@ -47,28 +47,37 @@ class _Pickler(pickle.Pickler):
             raise TypeError("it has an object that holds a tensor")
 
 
+class Again(NamedTuple):
+    """Stands for a tensor that another place of the message has as well, so that it arrives as one."""
+
+    place: int
+
+
 class Signature(NamedTuple):
     """What messages of a channel look like.
 
     Attributes:
         structure: what the leaves are put together by.
         leaves: for each (True, description, needs a gradient, layout or None), or (False, value, ..., ...).
+        joined: places of tensors that have memory in common with another one.
     """
 
     structure: Any
     leaves: tuple[Any, ...]
+    joined: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Write it for another rank: the nest itself, of the leaves' places."""
         data = io.BytesIO()
-        _Pickler(data).dump((port().unflatten(list(range(len(self.leaves))), self.structure), self.leaves))
+        nest = port().unflatten(list(range(len(self.leaves))), self.structure)
+        _Pickler(data).dump((nest, self.leaves, self.joined))
         return data.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Signature:
         """Read what ``to_bytes`` wrote."""
-        nest, leaves = pickle.loads(data)
-        return cls(port().flatten(nest)[1], leaves)
+        nest, leaves, joined = pickle.loads(data)
+        return cls(port().flatten(nest)[1], leaves, joined)
 
 
 @dataclass
@@ -81,6 +90,7 @@ class Message:
         structure: what the leaves are put together by.
         layouts: of those leaves that are local tensors of distributed ones, by place.
         origins: their layouts on another mesh, from which they came and to which their gradients go back.
+        joined: places of tensors that had memory in common with another one, where they came from.
     """
 
     leaves: list[Any]
@@ -88,16 +98,20 @@ class Message:
     structure: Any
     layouts: dict[int, TensorLayout] = field(default_factory=dict)
     origins: dict[int, TensorLayout] = field(default_factory=dict)
+    joined: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tree: Any) -> Message:
         """Take a nest apart."""
         leaves, structure = port().flatten(tree)
+        if len(leaves) > 1:
+            _join_same(leaves)
         layouts = {place: TensorLayout.of(leaf) for place, leaf in enumerate(leaves) if distributed(leaf)}
         for place in layouts:
             leaves[place] = leaves[place].to_local()
         needed = [port().is_tensor(leaf) and port().needs_gradient(leaf) for leaf in leaves]
-        return cls(leaves, needed, structure, layouts)
+        joined = _joined(leaves) if len(leaves) > 1 else ()
+        return cls(leaves, needed, structure, layouts, joined=joined)
 
     def signature(self) -> Signature:
         """Say what the message looks like."""
@@ -109,6 +123,7 @@ class Message:
                 else (False, leaf, need, self.layouts.get(place))
                 for place, (leaf, need) in enumerate(zip(self.leaves, self.needed, strict=True))
             ),
+            self.joined,
         )
 
     def tensors(self) -> list[Any]:
@@ -268,7 +283,7 @@ class Channel:
         leaves = [next(received) if leaf[0] else leaf[1] for leaf in self.signature.leaves]
         needed = [leaf[2] for leaf in self.signature.leaves]
         layouts = {place: leaf[-1] for place, leaf in enumerate(self.signature.leaves) if leaf[-1] is not None}
-        return Message(leaves, needed, self.signature.structure, layouts)
+        return Message(leaves, needed, self.signature.structure, layouts, joined=self.signature.joined)
 
     def _read_header(self) -> bool:
         """Read what goes before a message; return whether a message follows."""
@@ -305,6 +320,23 @@ class Channel:
         """Drop what is under way, after an error from which the ranks cannot go on."""
         self._sent, self._left, self.overwritten = {}, 0, False
         self._posted.clear()
+
+
+def _join_same(leaves: list[Any]) -> None:
+    """Put a stand-in in the place of each tensor that is there before."""
+    first: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if port().is_tensor(leaf) and first.setdefault(id(leaf), place) != place:
+            leaves[place] = Again(first[id(leaf)])
+
+
+def _joined(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """List the places of the tensors that have memory in common."""
+    spans = sorted((*port().memory(leaf), place) for place, leaf in enumerate(leaves) if port().is_tensor(leaf))
+    pairs = [
+        (place, other) for at, (_, end, place) in enumerate(spans) for begin, _, other in spans[at + 1 :] if begin < end
+    ]
+    return tuple(sorted({place for pair in pairs for place in pair}))
 
 
 def _shown(signature: Signature) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hp_pipeline.agreement import Agreement, PipelineError, gave_up
-from hp_pipeline.channels import FAILED, Failed, Message
+from hp_pipeline.channels import FAILED, Again, Failed, Message
 from hp_pipeline.flows import Arrived, Flow
 from hp_pipeline.giving_up import GivingUp
 from hp_pipeline.meetings import parts_of
@@ -228,6 +228,7 @@ class Runner:
                 flow.state = self._state(stage, piece)
                 kwargs = {**kwargs, KEYWORD: flow.state}
             result = self.stages[stage].submodule(*args, **kwargs)
+            flow.check_joined(stage)
             if self.pipeline.successors[stage]:
                 flow.outputs = Message.of(result)
             if flow.state is not None:
@@ -266,16 +267,20 @@ class Runner:
             assert outputs is not None
             # A stage may write to what it gets: not to memory that is being sent.
             sent = self.pipeline.remote(source, self.pipeline.successors[source])
-            own = port().copied if sent else port().detach
+            own = port().copied if sent or outputs.joined else port().detach
             leaves = [own(leaf) if port().is_tensor(leaf) else leaf for leaf in outputs.leaves]
-            message = Message(leaves, outputs.needed, outputs.structure, outputs.layouts)
+            message = Message(leaves, outputs.needed, outputs.structure, outputs.layouts, joined=outputs.joined)
         leaves = list(message.leaves)
         places = [place for place, leaf in enumerate(leaves) if port().is_tensor(leaf)]
         arrival = port().arrive([leaves[place] for place in places], [message.needed[place] for place in places])
         for place, tensor in zip(places, arrival.tensors, strict=True):
             leaves[place] = tensor
+        self.flows[stage, piece].watch_joined(source, [leaves[place] for place in message.joined])
         for place, layout in message.layouts.items():
             leaves[place] = self.stages[stage].wrapped(leaves[place], layout)
+        for place, leaf in enumerate(leaves):
+            if type(leaf) is Again:
+                leaves[place] = leaves[leaf.place]
         if self.pipeline.has_backward:
             nothing: list[Any] = [None] * len(leaves)
             empty = Message(nothing, [False] * len(leaves), message.structure, message.layouts, message.origins)

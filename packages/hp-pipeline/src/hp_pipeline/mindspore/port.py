@@ -57,6 +57,7 @@ __all__ = [
     "is_recording",
     "is_tensor",
     "local",
+    "memory",
     "named_parameters",
     "needs_gradient",
     "numbers",
@@ -173,6 +174,11 @@ def sendable(tensor: Tensor) -> Tensor:
 def version(tensor: Tensor) -> int:
     """Return 0: nothing tells of writes to a tensor."""
     return 0
+
+
+def memory(tensor: Tensor) -> tuple[int, int]:
+    """Return no addresses: what arrives is not written to."""
+    return 0, 0
 
 
 def needs_gradient(tensor: Tensor) -> bool:

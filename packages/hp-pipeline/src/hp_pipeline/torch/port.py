@@ -48,6 +48,7 @@ __all__ = [
     "is_recording",
     "is_tensor",
     "local",
+    "memory",
     "named_parameters",
     "needs_gradient",
     "numbers",
@@ -181,6 +182,15 @@ def version(tensor: T) -> int:
         return tensor._version
     except RuntimeError:  # made in inference mode
         return 0
+
+
+def memory(tensor: T) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the one after its last; the same where it has none."""
+    if not tensor.numel() or tensor.device.type == "meta":
+        return 0, 0
+    begin = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def needs_gradient(tensor: T) -> bool:
