@@ -326,6 +326,16 @@ def test_plain_tensors_do_not_mix() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.framework("torch")
+def test_sizes_that_are_tensors_are_numbers() -> None:
+    x, two, three = _dt(6, 4), torch.tensor(2), torch.div(torch.tensor(9), 3, rounding_mode="trunc")
+    assert torch.equal(x.view(two, three, 4).full_tensor(), _arange(6, 4).view(2, 3, 4))
+    assert torch.equal(x.reshape(three, -1).full_tensor(), _arange(6, 4).reshape(3, -1))
+    assert torch.equal(x[:1].expand(three, 4).full_tensor(), _arange(6, 4)[:1].expand(3, 4))
+    assert torch.equal(x.narrow(1, two - 1, two).full_tensor(), _arange(6, 4).narrow(1, 1, 2))
+
+
+@on_ranks(2)
 def test_implicit_replication() -> None:
     x, plain = _dt(4, 3).requires_grad_(), _arange(4, 3).requires_grad_()
     with implicit_replication():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_plan import PlanError, build_model
+from hp_plan import ParallelPlan, PlanError, build_model, lint
 from hp_plan.derived import derived_table
 from hp_plan.outline import ModelOutline, ModuleOutline
 from hp_plan.tables import choose_styles, style_notes
@@ -105,6 +105,25 @@ def test_experts_are_sharded_as_they_lie():
     assert gpt_oss["model.layers.*.mlp.experts.down_proj"] == "colwise"
     assert mixtral["model.layers.*.mlp.experts.gate_up_proj"] == "packed_colwise"
     assert mixtral["model.layers.*.mlp.experts"] == gpt_oss["model.layers.*.mlp.experts"] == "moe_tp_experts"
+
+
+def test_a_table_that_forgets_that_gate_and_up_are_one_matrix():
+    """As that of Inkling: a rank's half of the features would be all of the gate."""
+    packed = chosen("mixtral").table
+    name = "model.layers.*.mlp.experts.gate_up_proj"
+    plan = plan_of(FAMILIES["mixtral"], CELLS["tp 2"])
+    model = build_model(plan, device="meta")
+    model.config.base_model_tp_plan = {
+        pattern.removeprefix("model."): "colwise" if pattern == name else style for pattern, style in packed.items()
+    }
+    assert choose_styles(plan, outline(model)).table[name] == "packed_colwise"
+    written = ParallelPlan.from_dict({**plan.to_dict(), "styles": {**packed, name: "colwise"}})
+    said = [str(each) for each in lint(written)]
+    assert said == [
+        f"styles.\"{name}\": 'colwise' on a matrix that holds a gate's features and then those of up; write"
+        " 'packed_colwise', which shards each of the two"
+    ]
+    assert not lint(ParallelPlan.from_dict({**plan.to_dict(), "styles": dict(packed)}))
 
 
 def linear(into, out):

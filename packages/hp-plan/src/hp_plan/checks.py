@@ -31,7 +31,7 @@ from hp_plan.outline import (
 from hp_plan.packing import check_packing
 from hp_plan.pipelines import check_pipeline
 from hp_plan.plan import ParallelPlan
-from hp_plan.tables import StyleChoice, choose_styles
+from hp_plan.tables import StyleChoice, choose_styles, packed_experts
 from hp_plan.watching import check_best, check_profile, check_validation
 from hp_platform import get_platform
 from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
@@ -185,6 +185,9 @@ def _check_styles(choice: StyleChoice, model: ModelOutline) -> list[Diagnostic]:
             problem = _unsuited(style, modules[0])
             if problem:
                 diagnostics.append(Diagnostic(key, f"'{style}' on {shown}, which is a {modules[0].type_name}", problem))
+    for pattern, style in packed_experts(table, model).items():
+        message = f"'{table[pattern]}' on a matrix that holds a gate's features and then those of up"
+        diagnostics.append(Diagnostic(f'styles."{pattern}"', message, f"write '{style}', which shards each of the two"))
     doubled: dict[tuple[str, ...], list[str]] = {}
     for name, patterns in choice.matches.items():
         if len(patterns) > 1:

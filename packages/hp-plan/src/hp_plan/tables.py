@@ -154,6 +154,7 @@ def _automatic_table(plan: ParallelPlan, model: ModelOutline) -> tuple[dict[str,
     if plan.mesh.tp == 1 and experts:
         return experts, "model"
     own = _own_table(model) or TABLES.get(family) or {}
+    own = {**own, **packed_experts(own, model)}  # a table may forget that gate and up are in one
     own = with_experts({pattern: canonical(style) for pattern, style in own.items()}, experts, model)
     own = _with_tied_embedding(own, model)
     everything = [*model.names, *model.parameters]
@@ -180,6 +181,27 @@ def resolve(table: Mapping[str, str], model: ModelOutline) -> dict[str, list[str
         for name in matching(pattern, model.names) or matching(pattern, model.parameters):
             resolved.setdefault(name, []).append(pattern)
     return {name: resolved[name] for name in (*model.names, *model.parameters) if name in resolved}
+
+
+def packed_experts(table: Mapping[str, str], model: ModelOutline) -> dict[str, str]:
+    """Find what a table shards as one matrix though it holds the gate's features and then those of up.
+
+    A rank's part of experts runs by itself, and takes the first half of its features for the gate.
+
+    Returns:
+        pattern -> the style that shards each of the two.
+    """
+    found = {}
+    for pattern, style in table.items():
+        for name in matching(pattern, model.parameters) if style in ("colwise", "rowwise") else ():
+            module, _, key = name.rpartition(".")
+            outline = model.modules.get(module)
+            layout = None if outline is None else outline.experts
+            if layout is None or not layout.gated or layout.interleaved or key != "gate_up_proj":
+                continue
+            if style == ("rowwise" if layout.transposed else "colwise"):
+                found[pattern] = f"packed_{style}"
+    return found
 
 
 def _own_table(model: ModelOutline) -> dict[str, str]:

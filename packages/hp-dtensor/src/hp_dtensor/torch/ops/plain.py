@@ -19,6 +19,9 @@ __all__ = ["replicate_plain", "write_into_plain", "writes_plain"]
 
 _impl: Any = torch._C._disabled_torch_function_impl
 Tensor = torch.Tensor
+_SIZED = ("view", "reshape", "expand", "repeat", "tile", "narrow", "unfold", "unflatten", "new_zeros", "new_ones")
+_TAKE_NUMBERS = {getattr(owner, name) for owner in (Tensor, torch) for name in _SIZED if hasattr(owner, name)}
+"""Functions whose arguments after the first are sizes: models compute them as tensors, too."""
 
 
 def replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -34,6 +37,8 @@ def replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     def change(value: Any) -> Any:
         if not isinstance(value, Tensor) or type(value) is DTensor:
             return value
+        if func in _TAKE_NUMBERS and not value.dim() and not value.is_floating_point():
+            return int(value)
         if transforms.is_wrapped(value):
             transforms.refuse("a transform of torch.func around an operation", some)
         if type(value) is not Tensor and not isinstance(value, (torch.nn.Parameter, PartOfView)):
