@@ -261,7 +261,5 @@ def test_inputs_that_are_one_tensor_on_one_rank(view):
 def test_a_write_to_a_view_that_came_is_refused():
     modules, rank = nn.ModuleList([Doubled(view=True), Loss(Writes())]).to(device_type()), dist.get_rank()
     schedule = hp_pipeline.Schedule1F1B(PipelineStage(modules[rank], rank, 2), MICRO_BATCHES)
-    with pytest.raises(
-        hp_pipeline.PipelineError, match=r"stage 1 wrote in place .* one tensor in stage 0 have"
-    ):
+    with pytest.raises(hp_pipeline.PipelineError, match=r"stage 1 wrote in place .* one tensor in stage 0 have"):
         schedule.run(torch.randn(4 * MICRO_BATCHES, WIDTH).to(device_type()))
