@@ -97,7 +97,7 @@ def test_the_last_are_dropped_as_in_one_process(capacity):
 @on_ranks(2)
 def test_shapes_are_static_and_no_counts_travel():
     spread, sizes = spread_over_ranks(3), []
-    note = lambda kind, size, group: sizes.append(size)  # noqa: E731
+    note = lambda kind, size, group: sizes.append(size) if kind == "all_to_all" else None  # noqa: E731
     spread._expert_layer(spread, *inputs(0, 2))
     spread._expert_layer(spread, *[each.detach() for each in inputs(0, 2)])  # of another kind: asks once more
     for tokens in (7, 4, 0):
@@ -119,12 +119,35 @@ def test_a_wrong_number_is_not_passed_over():
     spread._expert_layer(spread, x, chosen, weights)
     chosen[0, 0] = EXPERTS
     assert not spread._expert_layer(spread, x, chosen, weights).isfinite().any()
-    with pytest.raises(ValueError, match=rf"GroupedExperts: rank {dist.get_rank()} has tokens of shape \(6, 4\); its"):
+    with pytest.raises(
+        ValueError, match=rf"GroupedExperts: .*rank {dist.get_rank()} has tokens of shape \(6, 4\); its"
+    ):
         spread._expert_layer(spread, x[:, :4], chosen, weights)
+    if device_type() == "cpu":
+        with pytest.raises(ValueError, match=r"GroupedExperts: rank 1 has tokens of shape \(6, 4\); its"):
+            spread._expert_layer(spread, x[:, :4] if dist.get_rank() else x, chosen, weights)
     rank = dist.get_rank()
     spread = spread_over_ranks(3 + rank)
     with pytest.raises(ValueError, match="rank 0 has .*capacity=3; rank 1 has .*capacity=4; all ranks must have the"):
         spread._expert_layer(spread, x, chosen.clamp(max=EXPERTS - 1), weights)
+
+
+@on_ranks(2)
+@pytest.mark.skipif(device_type() != "cpu", reason="on other devices the host waits for no rank")
+@pytest.mark.parametrize("change", ["mode", "dtype"])
+def test_a_rank_that_computes_in_another_way_is_refused_on_all(change):
+    spread, (x, chosen, weights) = spread_over_ranks(3), inputs(dist.get_rank(), 6)
+    first = spread._expert_layer(spread, x, chosen, weights)
+    if change == "dtype":
+        spread, x = (spread.float(), x.float()) if dist.get_rank() else (spread, x)
+    expected = (
+        "rank 0 has .*gradients of tokens.*; rank 1 has .*no grad" if change == "mode" else "rank 1 has .*float32"
+    )
+    with torch.set_grad_enabled(change != "mode" or dist.get_rank() == 0):
+        with pytest.raises(ValueError, match=expected):
+            spread._expert_layer(spread, x, chosen, weights)
+    spread = spread.double()
+    assert torch.equal(spread._expert_layer(spread, x.double(), chosen, weights).isfinite(), first.isfinite())
 
 
 @on_ranks(2)

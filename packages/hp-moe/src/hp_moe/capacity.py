@@ -6,7 +6,8 @@ Note [Seats]
     travel as zeros. So shapes depend on nothing that is computed, and the host waits for no counts; ranks tell each
     other what they have in common (dtypes, choices a token, the style) in the first call of each kind alone. A number
     that is none of the experts makes the results of its rank infinite or not a number, as there is no exchange in
-    which all ranks could hear of it; shapes and dtypes that do not fit are refused on their rank alone.
+    which all ranks could hear of it; shapes and dtypes that do not fit are refused on their rank alone. On CPUs, which
+    wait for each other anyway, ranks tell each other what they have in common in every call.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from hp_moe.routes import Begin, Exact, Fast, Route, at_once
 from hp_moe.sources import Sources
 from hp_moe.two_hops import Axes, TwoHops
 from hp_platform import get_platform
+from hp_platform.extend import share_bytes
 
 if TYPE_CHECKING:
     from hp_moe.styles import BaseExpertParallel
@@ -165,7 +166,7 @@ class ExpertLayer:
         """Plan the ways of all parts; run what there is meanwhile."""
         if self.agreed and self.style.capacity is not None:
             lot = self._checked(module, lots[0], problem)
-            if self._common(*lot)[0] in self.agreed:
+            if self._common(*lot)[0] in self.agreed:  # on all ranks or on none
                 route = self._seated(*lot)
                 if meanwhile is not None:
                     meanwhile()
@@ -291,8 +292,13 @@ class ExpertLayer:
         return inputs.kind(chosen.shape[-1], f.traits(tokens), f.traits(weights), self.style.settings)
 
     def _checked(self, module: Any, lot: Sequence[Tensor], problem: str | None) -> Sequence[Tensor]:
-        """Refuse wrong inputs on this rank alone: Note [Seats] in `hp_moe.capacity`."""
+        """Refuse wrong inputs, and on hosts those of another kind than other ranks have: Note [Seats]."""
         problem = problem or inputs.problem(self.own, getattr(module, self.own.second), *lot)
+        if get_platform().devices.kind == "cpu":
+            kind, words = self._common(*lot)
+            said = share_bytes(f"{kind} {bool(problem)}".encode(), self.group)
+            if problem or len(set(said)) > 1:
+                raise inputs.refusal(self.own.name, problem or "", words, self.ranks, self.group, lot[1])
         if problem:
             raise ValueError(f"{self.own.name}: rank {self.ranks[self.rank]} {problem}.")
         return lot
