@@ -154,6 +154,52 @@ def test_the_first_of_the_stages_gives_the_values():
     assert not rank or [output.item() for output in outputs] == [64.0, 64.0]
 
 
+def two_copies():
+    rank, info = dist.get_rank(), SharedParameterInfo("table", (0, 1))
+    module = Table(rank, 2)
+    return rank, module, hp_pipeline.Schedule1F1B(PipelineStage(module, rank, 2, shared_parameters=[info]), 3)
+
+
+@on_ranks(2)
+def test_a_copy_that_is_loaded_alone_is_refused_on_all_ranks():
+    rank, module, schedule = two_copies()
+    x, target = tokens(6)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        schedule.run(x, target=target)
+        optimizer.step()
+    kept = module.table.detach().clone()
+    if rank:
+        with torch.no_grad():
+            module.table.mul_(2)
+    with pytest.raises(
+        ValueError, match=r"the weight 'table' that stages \(0, 1\) share has other values than on stage 0"
+    ):
+        schedule.run(x, target=target)
+    with torch.no_grad():
+        module.table.copy_(kept)  # by a second write on one rank, which the values decide
+    schedule.run(x, target=target)
+    optimizer.step()
+    if not rank:
+        with torch.no_grad():
+            module.table.add_(0.0)
+    schedule.run(x, target=target)
+
+
+@on_ranks(2)
+def test_a_copy_that_is_frozen_alone_is_refused_on_all_ranks():
+    rank, module, schedule = two_copies()
+    x, target = tokens(6)
+    schedule.run(x, target=target)
+    module.table.requires_grad_(rank == 1)
+    with pytest.raises(ValueError, match=r"share is .*, frozen on stage 0, but torch.float64 of shape .* on stage 1"):
+        schedule.run(x, target=target)
+    module.table.requires_grad_(False)
+    module.zero_grad()
+    schedule.run(x, target=target)
+    assert module.table.grad is None and module.layer.weight.grad is not None
+
+
 def test_infos_that_name_no_others():
     with pytest.raises(ValueError, match=r"shared_stage lists two stages or more, each once, .* got \(1, 1\)"):
         SharedParameterInfo("weight", (1, 1))

@@ -54,7 +54,8 @@ class Agreement:
         problem: Exception | None,
         *,
         bound: bool,
-    ) -> tuple[bool, bool]:
+        writes: bytes,
+    ) -> tuple[bool, bool, list[int]]:
         """Refuse a run, on all ranks of all pipelines alike, for which orders differ or an input does not fit.
 
         Args:
@@ -63,21 +64,23 @@ class Agreement:
             batches: its inputs.
             problem: an error of this rank.
             bound: this rank has opened its channels, and may go on with them.
+            writes: to each shared weight, as `SharedParameters.writes` tells.
 
         Returns:
-            True if all ranks are bound; and True if the tensors of some rank's batches have other shapes or dtypes
-            than in the run before, or that run failed.
+            True if all ranks are bound; True if the tensors of some rank's batches have other shapes or dtypes than in
+            the run before, or that run failed; and the places of the shared weights that ranks wrote to unequally.
         """
         leaves = port().flatten(next(iter(batches.values()), None))[0]
         inputs = [port().describe(leaf) for leaf in leaves if port().is_tensor(leaf)]
 
-        own = problem or _BEGIN.pack(fingerprint, inputs != self._inputs, bound)
+        own = problem or _BEGIN.pack(fingerprint, inputs != self._inputs, bound) + writes
         self._inputs = None  # if the run fails, the next one describes its messages anew
 
         def failed(texts: Mapping[int, str], _: Exception | None) -> Exception:
             return ValueError(_joined("An input does not fit", texts))
 
-        rows = [_BEGIN.unpack(row) for row in agree(lambda: own, failed, self._share_with_peers)]
+        told = agree(lambda: own, failed, self._share_with_peers)
+        rows = [_BEGIN.unpack(row[: _BEGIN.size]) for row in told]
         others = [rank for rank, row in zip(self._everyone, rows, strict=True) if row[0] != rows[0][0]]
         if others:
             raise ValueError(
@@ -85,7 +88,21 @@ class Agreement:
                 f" ({micro_batches} on rank {self.name}), the schedule and its options must be equal."
             )
         self._begun = inputs
-        return all(row[2] for row in rows), any(row[1] for row in rows)
+        columns = zip(*(row[_BEGIN.size :] for row in told), strict=False)  # of ranks that are not bound there are none
+        apart = [place for place, counts in enumerate(columns) if len({*counts} - {255}) > 1]
+        return all(row[2] for row in rows), any(row[1] for row in rows), apart
+
+    def refuse(self, said: str) -> None:
+        """Raise on all ranks of all pipelines if one of them has something to say.
+
+        Raises:
+            ValueError: they have.
+        """
+
+        def failed(texts: Mapping[int, str], _: Exception | None) -> Exception:
+            return ValueError(_joined("Copies of a weight differ", texts))
+
+        agree(lambda: ValueError(said) if said else b"", failed, self._share_with_peers, str)
 
     def end(self, failure: Exception | None, text: str, present: bytes) -> list[bytes]:
         """Raise on all ranks if a stage failed on any; return what each rank has of the shared weights."""

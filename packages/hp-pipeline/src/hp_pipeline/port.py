@@ -129,6 +129,10 @@ class Port(Protocol):
         """Return a number that changes where somebody writes to the tensor, if the framework can tell."""
         ...
 
+    def equal(self, one: Tensor, other: Tensor) -> bool:
+        """Tell whether two tensors have the same values."""
+        ...
+
     def memory(self, tensor: Tensor) -> tuple[int, int]:
         """Return the addresses of a tensor's first byte and of the one after its last; the same if not known."""
         ...

@@ -341,7 +341,10 @@ class Runner:
             sharded.free()
         bound = self.shared is not None and not self.shared.replaced()
         options = self.schedule.fingerprint, self.schedule.micro_batch_num
-        bound, changed = self.ranks.begin(*options, batches, problem, bound=bound)
+        writes = self.shared.writes() if self.shared is not None else b""
+        bound, changed, apart = self.ranks.begin(*options, batches, problem, bound=bound, writes=writes)
+        if bound and apart and self.shared is not None:
+            self.ranks.refuse(self.shared.compare([self.shared.keys[place] for place in apart]))
         if not bound:
             self._bind()
         elif changed:  # other batches make other messages: they are described anew

@@ -6,6 +6,11 @@ Note [One weight on several ranks]
     each run the ranks of a weight exchange the gradients of this run, and each adds them in the order of the stages:
     the copies stay the same, bit by bit. What earlier runs have left is set aside before, for it holds the other
     ranks' part already. Stages on one rank have one Parameter, whose gradients backward adds up itself.
+
+Note [Copies that drift]
+    Before each run ranks tell each other how often their copies were written to since the last one. Where that differs,
+    as when one stage alone has loaded a checkpoint, the copies are compared, and values that differ are refused. A copy
+    that was frozen, or is no longer, is compared like a new one.
 """
 
 from __future__ import annotations
@@ -84,8 +89,10 @@ class SharedParameters:
         self.stages, self.pipeline, self.rank, self.group = stages, pipeline, rank, group
         self.keys: list[Weight] = []
         self._parameters: dict[tuple[int, Weight], Any] = {}
+        self._trained: dict[Weight, bool] = {}
         self._copies: dict[Weight, _Copy] = {}
         self._aside: dict[Weight, Any] = {}
+        self._versions: dict[Weight, int] = {}
         self._collectives = get_platform().collectives
         self.facts: Facts = {
             (stage.stage_index, weight): self._facts(stage, weight, info) for stage, weight, info in _infos(stages)
@@ -102,15 +109,17 @@ class SharedParameters:
                 if weight == key and each is not parameter:
                     raise ValueError(f"a Parameter of its own, but stage {other} is on the same rank: use one object")
             self._parameters[stage.stage_index, key] = parameter
+            self._trained[key] = port().needs_gradient(parameter)
             return True, port().describe_parameter(parameter), name
         except (ValueError, NotImplementedError) as error:
             return False, str(error), name
 
     def replaced(self) -> bool:
-        """Tell whether a stage has another Parameter than the one that the ranks have compared."""
+        """Tell whether a stage has another Parameter than the one that the ranks have compared, or has frozen it."""
         try:
             return any(
                 _find(info, stage.submodule) is not self._parameters[stage.stage_index, key]
+                or port().needs_gradient(self._parameters[stage.stage_index, key]) is not self._trained[key]
                 for stage, key, info in _infos(self.stages)
             )
         except ValueError:  # it has none now: all ranks compare again, and raise
@@ -155,6 +164,32 @@ class SharedParameters:
                 self._copies[key] = _Copy(own[0], ranks, placement[key[0][0]])
         for copy in self._copies.values():
             self._send_values(copy)
+        self._versions = {key: port().version(copy.parameter) for key, copy in self._copies.items()}
+
+    def writes(self) -> bytes:
+        """Before a run: tell for each of ``keys`` how often it was written to since the last one, 255 if not here."""
+        now = {key: port().version(copy.parameter) for key, copy in self._copies.items()}
+        before, self._versions = self._versions, now
+        return bytes((now[key] - before[key]) % 255 if key in now else 255 for key in self.keys)
+
+    def compare(self, keys: Sequence[Weight]) -> str:
+        """Compare this rank's copies of weights with those of their first stage; say which differ."""
+        said = []
+        for key in keys:
+            copy = self._copies.get(key)
+            if copy is None:
+                continue
+            own = port().sendable(port().local(copy.parameter))
+            if self.rank == copy.owner:
+                for rank in copy.ranks:
+                    if rank != self.rank:
+                        self._collectives.send(own, rank, group=self.group)
+            elif not port().equal(own, self._receive(own, copy.owner)):
+                name = next(fact[2] for (_, weight), fact in self.facts.items() if weight == key)
+                said.append(
+                    f"the weight {name} that the stages {key[0]} share has other values than on stage {key[0][0]}"
+                )
+        return "; ".join(said)
 
     def _send_values(self, copy: _Copy) -> None:
         value = port().sendable(port().local(copy.parameter))

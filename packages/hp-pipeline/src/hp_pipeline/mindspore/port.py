@@ -47,6 +47,7 @@ __all__ = [
     "device_of",
     "device_of_tensor",
     "empty",
+    "equal",
     "fill",
     "flatten",
     "from_bytes",
@@ -174,6 +175,11 @@ def sendable(tensor: Tensor) -> Tensor:
 def version(tensor: Tensor) -> int:
     """Return 0: nothing tells of writes to a tensor."""
     return 0
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same values."""
+    return bool((one.asnumpy() == other.asnumpy()).all())
 
 
 def memory(tensor: Tensor) -> tuple[int, int]:

@@ -38,6 +38,7 @@ __all__ = [
     "device_of",
     "device_of_tensor",
     "empty",
+    "equal",
     "fill",
     "flatten",
     "hooked",
@@ -182,6 +183,9 @@ def version(tensor: T) -> int:
         return tensor._version
     except RuntimeError:  # made in inference mode
         return 0
+
+
+equal = torch.equal
 
 
 def memory(tensor: T) -> tuple[int, int]:
