@@ -119,9 +119,7 @@ def test_a_wrong_number_is_not_passed_over():
     spread._expert_layer(spread, x, chosen, weights)
     chosen[0, 0] = EXPERTS
     assert not spread._expert_layer(spread, x, chosen, weights).isfinite().any()
-    with pytest.raises(
-        ValueError, match=rf"Experts: .*rank {dist.get_rank()} has tokens of shape \(6, 4\); its"
-    ):
+    with pytest.raises(ValueError, match=rf"Experts: .*rank {dist.get_rank()} has tokens of shape \(6, 4\); its"):
         spread._expert_layer(spread, x[:, :4], chosen, weights)
     if device_type() == "cpu":
         with pytest.raises(ValueError, match=r"GroupedExperts: rank 1 has tokens of shape \(6, 4\); its"):
