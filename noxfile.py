@@ -319,7 +319,7 @@ def recovery(session: nox.Session) -> None:
 @nox.session(default=False)
 def programs(session: nox.Session) -> None:
     """Whole programs as users write them, on ranks and alone, beside a load: programs/; `-- --only gan` for some."""
-    install(session, *PACKAGES, extras="[torch,test]", others=("peft",))
+    install(session, *PACKAGES, extras="[torch,test]", others=("peft", "trl"))
     python = mindspore_python(session)
     options = session.posargs or ("--runs", "5", "--load", "8")
     session.run("python", "programs/run.py", "--mindspore", str(python), *options)
@@ -366,6 +366,8 @@ def families(session: nox.Session) -> None:
     install(session, "hp-plan", extras="[torch,test]")
     environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     session.run("python", "packages/hp-plan/benchmarks/sweep_families.py", *session.posargs, env=environment)
+    if not session.posargs:
+        session.run("python", "packages/hp-plan/benchmarks/sweep_classes.py", env=environment)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     here = {**environment, **alone, "HYPER_PARALLEL_DEVICE": "cpu"}
     session.run("python", "packages/hp-plan/benchmarks/sweep_initial_weights.py", env=here)

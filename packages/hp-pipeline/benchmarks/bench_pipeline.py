@@ -57,7 +57,7 @@ def ours(name: str) -> tuple[Callable[[], object], int]:
         return [pickle.dumps((shared, dict.fromkeys(own, fact))) for own in schedule.pipeline.stages]
 
     runner.ranks.share = everyone  # type: ignore[method-assign]
-    runner.ranks.begin = lambda *args, **options: (True, False)  # type: ignore[method-assign]
+    runner.ranks.begin = lambda *args, **options: (True, False, [])  # type: ignore[method-assign]
     runner._bind()
     schedule._kinds = [type(stage.submodule) for stage in stages]
     for (_, _, ahead), channel in runner.channels.items():

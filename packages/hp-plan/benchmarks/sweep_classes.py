@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from product_runs import judge_training
 from small_models import TASKS, Swept, all_configs, build
+from sweep_families import CLASSES as HEADING
 from sweep_families import PAGE, RESULTS
 
 from hp_testing import RankError, close_pools, run_ranks
@@ -33,7 +34,6 @@ CELLS: dict[str, dict[str, Any]] = {
     "cp 2": {"mesh": {"cp": 2}},
     "pp 2": {"mesh": {"pp": 2}, "pipeline": {"micro_batches": 2}},
 }
-HEADING = "\n## Every class\n"
 INTRODUCTION = """
 The configuration classes of all {tasks} models of transformers are made small by the names of their settings.
 {built} of {all} have a loss of text alone, with gradients, then; the others want pictures, sound, a library, or

@@ -26,6 +26,7 @@ from hp_testing import RankError, close_pools, run_ranks  # noqa: E402
 
 RESULTS = ROOT / ".nox" / "results" / "families.json"
 PAGE = ROOT / "docs" / "models.md"
+CLASSES = "\n## Every class\n"
 VERDICTS = ("right", "refused", "wrong", "crash")
 INTRODUCTION = """\
 # Models
@@ -115,7 +116,8 @@ def write_page(results: dict[str, Any]) -> None:
                 notes.append(f"- {name}, {cell}: {one['detail'].strip().splitlines()[-1]}\n")
     if notes:
         lines += ["\n", *notes]
-    PAGE.write_text("".join(lines))
+    rest = PAGE.read_text().partition(CLASSES) if PAGE.exists() else ()
+    PAGE.write_text("".join([*lines, *rest[1:]]))  # what `sweep_classes.py` has added
 
 
 def _shown(result: dict[str, Any] | None) -> str:

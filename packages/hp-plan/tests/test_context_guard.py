@@ -176,3 +176,30 @@ def test_attention_that_caps_its_logits_is_compared(window):
             model(**batch, labels=labels)
         labels[1, 5] = -100
         torch.testing.assert_close(model(**batch, labels=labels).loss, one(**batch, labels=labels).loss)
+
+
+def staged(one: torch.nn.Module, **sections) -> Any:
+    tables = {"mesh": {"pp": 2, "cp": 2}, "pipeline": {"micro_batches": 2}, "run": {"dtype": "float64"}}
+    tables["data"] = {"sequence_length": LENGTH, "batch_size": 2}
+    return apply(copy.deepcopy(one), ParallelPlan.from_dict({**tables, **sections}))
+
+
+@on_ranks(4)
+def test_parts_are_compared_before_a_model_is_cut_into_stages():
+    torch.manual_seed(0)
+    bart = {name: size for name, size in BART.items() if not name.startswith("encoder")}
+    with pytest.raises(NotImplementedError, match=r"cp: BartForCausalLM computes something else of its part"):
+        staged(t.BartForCausalLM(t.BartConfig(**{**bart, "decoder_layers": 2})).double().to(device_type()))
+    one = t.OPTForCausalLM(t.OPTConfig(**OPT)).double().to(device_type()).eval()
+    hooks = [len(module._forward_hooks) for module in one.modules()]
+    model, tokens = staged(one), ids()
+    assert [len(module._forward_hooks) for module in one.modules()] == hooks
+    losses = model.run(input_ids=tokens, labels=tokens)
+    if losses:
+        expected = one(input_ids=tokens, labels=tokens).loss
+        total = torch.stack(losses).mean()
+        torch.testing.assert_close(total.float(), expected.float())
+    mask = torch.ones_like(tokens)
+    mask[:, :3] = 0
+    with pytest.raises(NotImplementedError, match="first in 'model.decoder.embed_positions'"):
+        model.run(input_ids=tokens, labels=tokens.masked_fill(mask == 0, -100), attention_mask=mask)

@@ -186,9 +186,7 @@ class SharedParameters:
                         self._collectives.send(own, rank, group=self.group)
             elif not port().equal(own, self._receive(own, copy.owner)):
                 name = next(fact[2] for (_, weight), fact in self.facts.items() if weight == key)
-                said.append(
-                    f"the weight {name} that stages {key[0]} share has other values than on stage {key[0][0]}"
-                )
+                said.append(f"the weight {name} that stages {key[0]} share has other values than on stage {key[0][0]}")
         return "; ".join(said)
 
     def _send_values(self, copy: _Copy) -> None:

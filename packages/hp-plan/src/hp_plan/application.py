@@ -42,6 +42,7 @@ from hp_styles import ContextParallel, parallelize_module
 Model = TypeVar("Model")
 
 _PATIENCE = 30.0  # seconds, of a rank whose stage failed
+_COMPARED = 512  # tokens of a sequence of which parts are compared with the whole, before it is cut into stages
 
 
 def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> Model:
@@ -100,7 +101,8 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     _distribute(model, plan, mesh, outline, styles, outline.modules)
     if outline.balances and plan.mesh.data_parallel * plan.mesh.cp > 1:
         own.balance_all_tokens(model)  # before outputs are whole sequences again
-    _take_whole_sequences(model, plan, mesh)
+    if "cp" in axes:
+        _border(plan, mesh).attach(own.base(model), plain)
     if "tp" in axes:
         own.compare_samples(model, SharedSamples("tp", mesh["tp"]).compare)
     own.adapt_library_methods(model, tensor_parallel="tp" in axes)
@@ -115,6 +117,10 @@ def _in_stages(
     """Return this rank's stages of the model, each distributed over the ranks that have the same."""
     own, pp = models(), mesh["pp"]
     choice = choose_order(plan, model)
+    border = None if "cp" not in plan.mesh.axes else _border(plan, mesh)
+    if border is not None and not own.is_empty(model):
+        spread = functools.partial(_spread_attention, model, plan, mesh, outline, outline.modules)
+        border.compare(own.base(model), spread, min(plan.data.sequence_length, _COMPARED))
     device = get_platform().devices.current_device() if own.is_empty(model) else None
     kinds = {name: type(module) for name, module in own.named_modules(own.base(model))}
     stages: list[Any] = []
@@ -145,7 +151,8 @@ def _in_stages(
     )
     pipelined = hp_pipeline.PipelinedModel(schedule)
     _describe(pipelined, model, outline)
-    _take_whole_sequences(pipelined, plan, mesh)
+    if border is not None:
+        border.attach_stages(pipelined)
     for axis in ("pp", "tp"):
         if axis in plan.mesh.axes:
             _compare_batches(pipelined, SharedSamples(axis, mesh[axis], some=axis == "pp"))
@@ -198,18 +205,24 @@ def _distribute(
         own.replicate_rest(model, mesh["tp"])
         own.keep_border_plain(model, mesh["tp"], plain)
     if "cp" in axes:
-        section = plan.context
-        style = ContextParallel(
-            ulysses_degree=section.ulysses_degree,
-            inner_ring_degree=section.inner_ring_degree,
-            load_balance=section.load_balance,
-        )
-        attention = {name: style for name, each in outline.modules.items() if each.attention and name in here}
-        parallelize_module(own.base(model), mesh["cp"], attention)
+        _spread_attention(model, plan, mesh, outline, here)
     if plan.mesh.shard_axes:
         _shard(model, plan, mesh, outline, spread, here, alone)
     save_less(own.base(model), plan, outline, here)
     compile_blocks(own.base(model), plan, outline, here)
+
+
+def _spread_attention(
+    model: Any, plan: ParallelPlan, mesh: DeviceMesh, outline: ModelOutline, here: Container[str]
+) -> None:
+    section = plan.context
+    style = ContextParallel(
+        ulysses_degree=section.ulysses_degree,
+        inner_ring_degree=section.inner_ring_degree,
+        load_balance=section.load_balance,
+    )
+    attention = {name: style for name, each in outline.modules.items() if each.attention and name in here}
+    parallelize_module(models().base(model), mesh["cp"], attention)
 
 
 def _shard(
@@ -263,11 +276,10 @@ def _describe(pipelined: Any, model: Any, outline: ModelOutline) -> None:
         config.architectures = [type(model).__name__]
 
 
-def _take_whole_sequences(model: Any, plan: ParallelPlan, mesh: DeviceMesh) -> None:
+def _border(plan: ParallelPlan, mesh: DeviceMesh) -> Any:
     """See Note [Whole sequences at the border] in `hp_plan.context`."""
-    if "cp" in plan.mesh.axes:
-        data = _joined(mesh, [axis for axis in ("dp_replicate", *plan.mesh.shard_axes) if axis in plan.mesh.axes])
-        models().shard_at_border(model, mesh["cp"], data, plan.context.load_balance, plain)
+    data = _joined(mesh, [axis for axis in ("dp_replicate", *plan.mesh.shard_axes) if axis in plan.mesh.axes])
+    return models().border_of(mesh["cp"], data, plan.context.load_balance)
 
 
 def _joined(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:

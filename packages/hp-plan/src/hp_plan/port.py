@@ -62,10 +62,8 @@ class Models(Protocol):
         """Let attention that caps its logits be one that a context parallel style finds."""
         ...
 
-    def shard_at_border(
-        self, model: Module, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool, plain: Callable[[Any], Any]
-    ) -> None:
-        """Take whole sequences and return whole ones; see Note [Whole sequences at the border] in `hp_plan.context`."""
+    def border_of(self, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool) -> Any:
+        """Return what takes whole sequences; see Note [Whole sequences at the border] in `hp_plan.context`."""
         ...
 
     def compilers(self) -> Sequence[str]:

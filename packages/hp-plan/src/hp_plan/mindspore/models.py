@@ -120,12 +120,10 @@ def compare_samples(model: nn.Cell, compare: Compare) -> None:
 
 
 def spread_attention(model: nn.Cell) -> None:
-    """Do nothing: `shard_at_border` refuses the axis."""
+    """Do nothing: `border_of` refuses the axis."""
 
 
-def shard_at_border(
-    model: nn.Cell, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool, plain: Callable[[Any], Any]
-) -> NoReturn:
+def border_of(mesh: DeviceMesh, data: DeviceMesh, load_balance: bool) -> NoReturn:
     """Refuse the axis `cp`.
 
     Raises:

@@ -5,6 +5,7 @@ See Note [Whole sequences at the border] in `hp_plan.context`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import struct
@@ -70,6 +71,7 @@ class Border:
         self._guard: ContextGuard | None = None
         self._last: T | None = None  # the largest position of the call
         self._capped = False  # attention is not torch's
+        self._padding: NotImplementedError | None = None  # why padding is refused
 
     def attach(self, model: nn.Module, plain: Callable[[Any], Any]) -> None:
         """Register the hooks of a model.
@@ -80,8 +82,7 @@ class Border:
         """
         loss, sizes = _CountedLoss(model, self._mesh), [0, 0]
         self._capped = caps_logits(getattr(model, "config", None))
-        chunks = self._mesh.size() * (2 if self._load_balance else 1)
-        self._guard = guard = ContextGuard(model, self._part, self._shard, chunks, self._data.get_group())
+        self._guard = guard = ContextGuard(model, self._part, self._shard, self._chunks(), self._data.get_group())
         for each in model.modules():
             if _changes_frequencies(each):
                 self._see_last_position(each)
@@ -111,11 +112,48 @@ class Border:
         model.register_forward_hook(hook(whole))
         model.register_forward_hook(hook(leave), always_call=True)
 
+    def compare(self, model: nn.Module, spread: Callable[[], None], length: int) -> None:
+        """Compare parts with the whole, of a model that is to be cut into stages: see `hp_plan.torch.context_guard`.
+
+        Args:
+            model: whole.
+            spread: gives its attention the style; afterwards the model is as it was.
+            length: of a sequence, at most.
+
+        Raises:
+            NotImplementedError: on all ranks: the parts' outputs are not those of the whole.
+        """
+        length = max(self._chunks(), length // self._chunks() * self._chunks())
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", 256)
+        tokens = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+        tokens = tokens.to(next(model.parameters()).device)
+        mask = torch.ones_like(tokens)
+        mask[:, : length // 4] = 0
+        before = [
+            (vars(each), {name: _copied(value) for name, value in vars(each).items()}) for each in model.modules()
+        ]
+        try:
+            spread()
+            guard = ContextGuard(model, self._part, self._shard, self._chunks(), self._data.get_group())
+            guard.compare({"input_ids": tokens}, {"input_ids": tokens}, padded=False)
+            inputs = {"input_ids": tokens, "attention_mask": mask}
+            try:
+                guard.compare(inputs, inputs, padded=True)
+            except NotImplementedError as error:  # no reason against a model that is never padded
+                self._padding = error
+        finally:
+            for own, values in before:
+                own.clear()
+                own.update(values)
+
+    def _chunks(self) -> int:
+        return self._mesh.size() * (2 if self._load_balance else 1)
+
     def attach_stages(self, model: PipelinedModel) -> None:
         """Let `run` take whole sequences: stages send each other parts."""
         original, stages = model.run, list(model.stages.values())
         self._capped = caps_logits(getattr(model, "config", None))
-        losses = [_CountedLoss(stage, self._mesh) for stage in stages]
+        losses = [_CountedLoss(stage, self._mesh, several=True) for stage in stages]
 
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -209,6 +247,8 @@ class Border:
                 zeros = (mask == 0).sum()
                 unseen = zeros if labels is None else ((labels != IGNORED) & (mask == 0)).sum()
             *numbers, padding[0], of_padding = torch.stack([count, digest, zeros, unseen]).tolist()
+            if padding[0] and self._padding is not None:
+                raise self._padding
             if labels is not None and of_padding and self._capped:
                 raise ValueError(_OF_PADDING.format(of_padding))
             return _NUMBERS.pack(*numbers, self._guard is not None and self._guard.asks(inputs, padding[0] > 0))
@@ -265,15 +305,16 @@ class _CountedLoss:
     Args:
         model: the model, or a stage of it.
         mesh: of the context parallel ranks.
+        several: the loss is asked for several times, for each micro-batch.
 
     Attributes:
-        expected: labels were passed, and the loss has not been asked for.
+        expected: labels were passed, and the loss has not been asked for, or not for the last time.
         called: it has, with what it needs.
     """
 
-    def __init__(self, model: Any, mesh: DeviceMesh) -> None:
+    def __init__(self, model: Any, mesh: DeviceMesh, *, several: bool = False) -> None:
         self.expected = self.called = False
-        self._mesh = mesh
+        self._mesh, self._several = mesh, several
         self._name, self._loss = type(model).__name__, model.loss_function
         model.loss_function = self
 
@@ -286,7 +327,7 @@ class _CountedLoss:
         if self.expected and (options.get("shift_labels") is None or options.get("num_items_in_batch") is None):
             self.refuse()
         counted = self.expected
-        self.expected, self.called = False, counted or self.called
+        self.expected, self.called = counted and self._several, counted or self.called
         loss = self._loss(*args, **options)
         if not counted or not isinstance(loss, T) or loss.dim():
             return loss
@@ -304,6 +345,11 @@ class _CountedLoss:
             f"cp: {self._name} does not pass shift_labels and num_items_in_batch to its loss_function, so its loss"
             " is of this rank's tokens alone; call it without labels, and compute the loss from its logits"
         )
+
+
+def _copied(value: Any) -> Any:
+    """Copy what a module keeps its hooks, parameters and modules in."""
+    return copy.copy(value) if isinstance(value, (dict, set)) else value
 
 
 def _check(inputs: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implic
 from hp_dtensor.torch.extend import become
 from hp_fsdp.extend import Roster
 from hp_moe import GroupedExperts, global_auxiliary_loss
-from hp_pipeline import PipelinedModel
 from hp_plan.context import caps_logits
 from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
 from hp_plan.plan import ParallelPlan
@@ -187,21 +186,9 @@ def spread_attention(model: nn.Module) -> None:
         library.capped_attention_of(base(model))
 
 
-def shard_at_border(model: nn.Module, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool, plain: Plain) -> None:
-    """See Note [Whole sequences at the border] in `hp_plan.context`.
-
-    Args:
-        model: the model, whole or in stages.
-        mesh: of the context parallel ranks.
-        data: of all ranks with the same weights and other tokens.
-        load_balance: the plan's.
-        plain: makes the model's output plain.
-    """
-    border = context.Border(mesh, data, load_balance)
-    if isinstance(model, PipelinedModel):
-        border.attach_stages(model)
-    else:
-        border.attach(base(model), plain)
+def border_of(mesh: DeviceMesh, data: DeviceMesh, load_balance: bool) -> context.Border:
+    """Return what takes whole sequences, of a model or of its stages."""
+    return context.Border(mesh, data, load_balance)
 
 
 def _with_base(model: nn.Module) -> list[nn.Module]:
