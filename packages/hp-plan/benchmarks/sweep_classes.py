@@ -35,10 +35,12 @@ CELLS: dict[str, dict[str, Any]] = {
     "pp 2": {"mesh": {"pp": 2}, "pipeline": {"micro_batches": 2}},
 }
 INTRODUCTION = """
-The configuration classes of all {tasks} models of transformers are made small by the names of their settings.
-{built} of {all} have a loss of text alone, with gradients, then; the others want pictures, sound, a library, or
-settings of their own. Each is trained for two steps under four plans, on two ranks, in float64: losses, gradients and
-weights are compared with one process. {counts}. *Refused*: by name, before the first step.
+The configuration classes of all models of transformers for the tasks {tasks}
+are made small by the names of their settings. {built} of {all} have a loss of text alone then, and draw nothing at
+random; the others want pictures, sound, a library, or settings of their own. Each is trained for two steps under four
+plans, on two ranks, in float64: losses, gradients and weights are compared with one process.
+
+{counts}. *Refused*: by name, before the first step.
 
 """
 
