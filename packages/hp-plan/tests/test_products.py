@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]  # of transformers, for some families
 
+FAMILIES = ("llama", "mistral", "qwen2", "phi3", "mixtral", "qwen3_moe", "olmoe")
 MESHES = ({"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "ep": 2})
 
 
