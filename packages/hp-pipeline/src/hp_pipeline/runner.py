@@ -228,7 +228,8 @@ class Runner:
                 flow.state = self._state(stage, piece)
                 kwargs = {**kwargs, KEYWORD: flow.state}
             result = self.stages[stage].submodule(*args, **kwargs)
-            flow.check_joined(stage)
+            if flow.joined:
+                flow.check_joined(stage)
             if self.pipeline.successors[stage]:
                 flow.outputs = Message.of(result)
             if flow.state is not None:
@@ -275,12 +276,12 @@ class Runner:
         arrival = port().arrive([leaves[place] for place in places], [message.needed[place] for place in places])
         for place, tensor in zip(places, arrival.tensors, strict=True):
             leaves[place] = tensor
-        self.flows[stage, piece].watch_joined(source, [leaves[place] for place in message.joined])
+        if message.joined:
+            self.flows[stage, piece].watch_joined(source, [leaves[place] for place in message.joined])
         for place, layout in message.layouts.items():
             leaves[place] = self.stages[stage].wrapped(leaves[place], layout)
-        for place, leaf in enumerate(leaves):
-            if type(leaf) is Again:
-                leaves[place] = leaves[leaf.place]
+        if len(places) < len(leaves):
+            leaves = [leaves[leaf.place] if type(leaf) is Again else leaf for leaf in leaves]
         if self.pipeline.has_backward:
             nothing: list[Any] = [None] * len(leaves)
             empty = Message(nothing, [False] * len(leaves), message.structure, message.layouts, message.origins)
