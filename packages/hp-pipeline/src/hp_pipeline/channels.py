@@ -18,8 +18,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hp_pipeline.layouts import TensorLayout, distributed
@@ -30,6 +30,7 @@ from hp_platform import get_platform
 __all__ = ["FAILED", "Again", "Channel", "Failed", "Message"]
 
 _SAME, _DESCRIBED, _BROKEN = range(3)
+_NO_LAYOUTS: Mapping[int, TensorLayout] = MappingProxyType({})
 
 
 class Failed:
@@ -58,30 +59,33 @@ class Signature(NamedTuple):
 
     Attributes:
         structure: what the leaves are put together by.
-        leaves: for each (True, description, needs a gradient, layout or None), or (False, value, ..., ...).
+        leaves: for each (True, description), or (False, value).
+        needed: for each, whether it needs a gradient.
+        layouts: of local tensors of distributed ones, by place.
         joined: places of tensors that have memory in common with another one.
     """
 
     structure: Any
     leaves: tuple[Any, ...]
-    joined: tuple[int, ...] = ()
+    needed: tuple[bool, ...]
+    layouts: Mapping[int, TensorLayout]
+    joined: tuple[int, ...]
 
     def to_bytes(self) -> bytes:
         """Write it for another rank: the nest itself, of the leaves' places."""
         data = io.BytesIO()
         nest = port().unflatten(list(range(len(self.leaves))), self.structure)
-        _Pickler(data).dump((nest, self.leaves, self.joined))
+        _Pickler(data).dump((nest, self.leaves, self.needed, dict(self.layouts), self.joined))
         return data.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Signature:
         """Read what ``to_bytes`` wrote."""
-        nest, leaves, joined = pickle.loads(data)
-        return cls(port().flatten(nest)[1], leaves, joined)
+        nest, *rest = pickle.loads(data)
+        return cls(port().flatten(nest)[1], *rest)
 
 
-@dataclass
-class Message:
+class Message(NamedTuple):
     """A nest that has come, or goes.
 
     Attributes:
@@ -94,10 +98,10 @@ class Message:
     """
 
     leaves: list[Any]
-    needed: list[bool]
+    needed: Sequence[bool]
     structure: Any
-    layouts: dict[int, TensorLayout] = field(default_factory=dict)
-    origins: dict[int, TensorLayout] = field(default_factory=dict)
+    layouts: Mapping[int, TensorLayout] = _NO_LAYOUTS
+    origins: Mapping[int, TensorLayout] = _NO_LAYOUTS
     joined: tuple[int, ...] = ()
 
     @classmethod
@@ -117,12 +121,9 @@ class Message:
         """Say what the message looks like."""
         return Signature(
             self.structure,
-            tuple(
-                (True, port().describe(leaf), need, self.layouts.get(place))
-                if port().is_tensor(leaf)
-                else (False, leaf, need, self.layouts.get(place))
-                for place, (leaf, need) in enumerate(zip(self.leaves, self.needed, strict=True))
-            ),
+            tuple([(True, port().describe(leaf)) if port().is_tensor(leaf) else (False, leaf) for leaf in self.leaves]),
+            tuple(self.needed),
+            self.layouts,
             self.joined,
         )
 
@@ -219,9 +220,9 @@ class Channel:
         if self.signature is None or self.dynamic:
             self._header(_BROKEN, 0, piece)
             return False
-        for leaf in self.signature.leaves:
-            if leaf[0]:
-                self._put(port().empty(leaf[1], self.device), piece)
+        for is_tensor, value in self.signature.leaves:
+            if is_tensor:
+                self._put(port().empty(value, self.device), piece)
         return True
 
     def _header(self, kind: int, size: int, piece: Any) -> None:
@@ -254,7 +255,7 @@ class Channel:
         """Begin to receive a message whose signature is known."""
         assert self.signature is not None
         self._left -= 1
-        tensors = [port().empty(leaf[1], self.device) for leaf in self.signature.leaves if leaf[0]]
+        tensors = [port().empty(value, self.device) for is_tensor, value in self.signature.leaves if is_tensor]
         return tensors, [self._get(tensor) for tensor in tensors]
 
     def _get(self, tensor: Any) -> Any:
@@ -276,14 +277,13 @@ class Channel:
         else:
             tensors, handles = self._begin()
         assert self.signature is not None
+        structure, leaves, needed, layouts, joined = self.signature
         for handle in handles:
             handle.wait()
         self._post()
         received = iter(tensors)
-        leaves = [next(received) if leaf[0] else leaf[1] for leaf in self.signature.leaves]
-        needed = [leaf[2] for leaf in self.signature.leaves]
-        layouts = {place: leaf[-1] for place, leaf in enumerate(self.signature.leaves) if leaf[-1] is not None}
-        return Message(leaves, needed, self.signature.structure, layouts, joined=self.signature.joined)
+        values = [next(received) if is_tensor else value for is_tensor, value in leaves]
+        return Message(values, needed, structure, layouts, joined=joined)
 
     def _read_header(self) -> bool:
         """Read what goes before a message; return whether a message follows."""
@@ -340,12 +340,12 @@ def _joined(leaves: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _shown(signature: Signature) -> str:
-    return "(" + ", ".join(_leaf(leaf) for leaf in signature.leaves) + ")"
-
-
-def _leaf(leaf: Sequence[Any]) -> str:
-    if not leaf[0]:
-        return repr(leaf[1])
-    shape, dtype = leaf[1]
-    layout = "" if leaf[3] is None else f", {leaf[3]}"
-    return f"{dtype} of shape {shape}{layout}" + (" with a gradient" if leaf[2] else "")
+    texts = []
+    for place, (is_tensor, value) in enumerate(signature.leaves):
+        if not is_tensor:
+            texts.append(repr(value))
+            continue
+        layout = f", {signature.layouts[place]}" if place in signature.layouts else ""
+        need = " with a gradient" if signature.needed[place] else ""
+        texts.append(f"{value[1]} of shape {value[0]}{layout}{need}")
+    return f"({', '.join(texts)})"

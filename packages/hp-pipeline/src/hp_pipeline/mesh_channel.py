@@ -123,7 +123,8 @@ class MeshChannel:
     # ---- sending ----
     def send(self, message: Message, piece: Any) -> None:
         """Send each rank its part: see ``Channel.send``."""
-        parts = [Message([], message.needed, message.structure) for _ in self.targets]
+        layouts: dict[int, TensorLayout] = {}
+        parts = [Message([], message.needed, message.structure, layouts) for _ in self.targets]
         for place, leaf in enumerate(message.leaves):
             layout = message.layouts.get(place)
             if layout is None or not port().is_tensor(leaf):
@@ -138,10 +139,10 @@ class MeshChannel:
                 continue
             sources, targets, _ = self._ways(layout, message.origins.get(place))
             ways = moves(sources, targets)
+            layouts[place] = layout
             for index, part in enumerate(parts):
                 box = ways.get((self.index, index))
                 part.leaves.append(None if box is None else leaf[_inside(box, sources[self.index])])
-                part.layouts[place] = layout
         ends = [self.channels[end.rank] for end in self.targets if end.rank not in self.dead.get(piece, ())]
         sent = [part for end, part in zip(self.targets, parts) if end.rank not in self.dead.get(piece, ())]
         packed = [channel.pack(part) for channel, part in zip(ends, sent, strict=True)]
@@ -175,16 +176,20 @@ class MeshChannel:
                 parts[index] = part
         if len(parts) < len(self.sources):
             return Failed()
+        ordered = [parts[index] for index in range(len(parts))]
         first = parts[self.index % len(self.sources)]
-        result = Message(list(first.leaves), list(first.needed), first.structure)
-        layouts = {place: layout for part in parts.values() for place, layout in part.layouts.items()}
-        for place, layout in layouts.items():
-            self._join(result, place, layout, [parts[index] for index in range(len(parts))], outputs)
-        return result
+        leaves, needed = list(first.leaves), list(first.needed)
+        layouts: dict[int, TensorLayout] = {}
+        origins = {place: layout for part in ordered for place, layout in part.layouts.items()}
+        for place, layout in origins.items():
+            leaves[place], layouts[place] = self._join(place, layout, ordered, outputs)
+            needed[place] = any(part.needed[place] for part in ordered)
+        return Message(leaves, needed, first.structure, layouts, origins)
 
     def _join(
-        self, result: Message, place: int, layout: TensorLayout, parts: Sequence[Message], outputs: Message | None
-    ) -> None:
+        self, place: int, layout: TensorLayout, parts: Sequence[Message], outputs: Message | None
+    ) -> tuple[Any, TensorLayout]:
+        """Put this rank's part of a leaf together; return it with its layout."""
         sources, targets, target = self._ways(layout, None if outputs is None else outputs.layouts[place])
         own = targets[self.index]
         device = self.channels[self.sources[0].rank].device
@@ -193,9 +198,7 @@ class MeshChannel:
             if index == self.index:
                 value = parts[source].leaves[place]  # None is a gradient that this source has none of
                 local[_inside(box, own)] = 0 if value is None else value
-        result.leaves[place], result.needed[place] = local, any(part.needed[place] for part in parts)
-        result.layouts[place] = replace(target, place=self.targets[self.index].place)
-        result.origins[place] = layout
+        return local, replace(target, place=self.targets[self.index].place)
 
     # ---- a run ----
     def describe_again(self) -> None:
