@@ -35,6 +35,14 @@ def test_any_placement_and_uneven_costs():
     assert simulate(order, pipeline).bubble_ratio < 0.3
 
 
+@pytest.mark.parametrize(
+    "boundaries", [((0, 1), (0, 2), (1, 3), (2, 3)), ((0, 3), (1, 3), (2, 3)), ((0, 2), (2, 3), (1, 3))]
+)
+def test_a_graph_placed_as_a_chain_has_fewer_orders(boundaries):
+    pipeline = Pipeline(placed("v", 2), 4, boundaries=boundaries)
+    check(synthesize(pipeline, moves=20), pipeline)
+
+
 def test_less_memory_than_any_order_needs():
     pipeline = Pipeline(placed("v", 2), 4)
     with pytest.raises(ValueError, match="no order within 1 bytes a rank; the least found takes 2"):
