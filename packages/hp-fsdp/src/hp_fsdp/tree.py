@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 __all__ = ["tree_functions"]
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
-def tree_functions(kind: type) -> tuple[Callable[..., Any], Callable[[Any], Iterator[Any]]]:
+
+def tree_functions(kind: type) -> tuple[Callable[..., Any], Callable[[Any], list[Any]]]:
     """Make ``map_tensors(function, tree)`` and ``tensors(tree)`` for a framework's class of tensors.
 
     Args:
@@ -20,19 +22,25 @@ def tree_functions(kind: type) -> tuple[Callable[..., Any], Callable[[Any], Iter
     return functools.partial(_map_tensors, kind), functools.partial(_tensors, kind)
 
 
-def _tensors(kind: type, tree: Any) -> Iterator[Any]:
-    """Yield every tensor in ``tree``, in order."""
-    if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(kind, item)
-    elif isinstance(tree, MutableMapping):
-        for item in tree.values():
-            yield from _tensors(kind, item)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from _tensors(kind, getattr(tree, field.name, None))
+def _tensors(kind: type, tree: Any) -> list[Any]:
+    """List every tensor in ``tree``, in order."""
+    found: list[Any] = []
+    _collect(kind, (tree,), found)
+    return found
+
+
+def _collect(kind: type, items: Iterable[Any], found: list[Any]) -> None:
+    for item in items:
+        if isinstance(item, kind):
+            found.append(item)
+        elif type(item) in _PLAIN:
+            pass
+        elif isinstance(item, (tuple, list)):
+            _collect(kind, item, found)
+        elif isinstance(item, MutableMapping):
+            _collect(kind, item.values(), found)
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            _collect(kind, [getattr(item, field.name, None) for field in dataclasses.fields(item)], found)
 
 
 def _map_tensors(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
@@ -42,6 +50,8 @@ def _map_tensors(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     """
     if isinstance(tree, kind):
         return function(tree)
+    if type(tree) in _PLAIN:
+        return tree
     if isinstance(tree, (tuple, list)):
         items = []
         same = True
