@@ -165,25 +165,24 @@ class MeshChannel:
 
     def receive(self, piece: Any, outputs: Message | None) -> Message | Failed:
         """Wait for the next message's parts and put them together: see ``Channel.receive``."""
-        parts: dict[int, Message] = {}
-        for index, end in enumerate(self.sources):
+        parts: list[Message] = []
+        for end in self.sources:
             if end.rank in self.dead.get(piece, ()):
                 continue
             part = self.channels[end.rank].receive(piece, outputs)
             if isinstance(part, Failed):
                 self.dead.setdefault(piece, set()).add(end.rank)
             else:
-                parts[index] = part
+                parts.append(part)
         if len(parts) < len(self.sources):
             return Failed()
-        ordered = [parts[index] for index in range(len(parts))]
         first = parts[self.index % len(self.sources)]
         leaves, needed = list(first.leaves), list(first.needed)
         layouts: dict[int, TensorLayout] = {}
-        origins = {place: layout for part in ordered for place, layout in part.layouts.items()}
+        origins = {place: layout for part in parts for place, layout in part.layouts.items()}
         for place, layout in origins.items():
-            leaves[place], layouts[place] = self._join(place, layout, ordered, outputs)
-            needed[place] = any(part.needed[place] for part in ordered)
+            leaves[place], layouts[place] = self._join(place, layout, parts, outputs)
+            needed[place] = any(part.needed[place] for part in parts)
         return Message(leaves, needed, first.structure, layouts, origins)
 
     def _join(
