@@ -139,6 +139,14 @@ def test_a_plan_that_is_too_large_for_this_machine(command, monkeypatch):
     assert status == 1 and expected in err and "this machine, for 2 ranks, has 0.0 MB" in err
 
 
+@pytest.mark.not_on("torch-npu-sim", reason="its devices' memory is the machine's; nothing else of the device in it")
+def test_a_model_that_is_too_large_is_not_called_on_parts(command, monkeypatch):
+    monkeypatch.setattr(type(get_platform().devices), "total_memory", lambda self: 10_000)
+    out, err, status = command("lint", "--run-model-code", plan=PLAN.replace("tp = 2", "cp = 2"))
+    assert (out, status) == ("plan.toml: nothing wrong was found\n", 0)
+    assert "note: the model was not called on parts of a sequence, which its first step does" in err
+
+
 @pytest.mark.parametrize("action", ["train", "verify"])
 def test_faults_end_the_command_before_ranks_start(command, action):
     _, err, status = command(action, plan=PLAN.replace("tp = 2", "tp = 4") + "[optimizer]\nleraning_rate = 1.0\n")

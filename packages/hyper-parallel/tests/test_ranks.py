@@ -115,6 +115,49 @@ def test_stages_are_trained_into_one_checkpoint(launcher):
     assert "Traceback" not in err  # ranks' errors that tell what to do are shown by themselves
 
 
+OF_THE_LENGTH = """
+import transformers
+
+class OwnForCausalLM(transformers.LlamaForCausalLM):
+    takes = "nothing"
+
+    def forward(self, input_ids, position_ids=None, **inputs):
+        outputs = super().forward(input_ids, position_ids=None if self.takes == "positions" else position_ids, **inputs)
+        if self.takes == "scale":
+            outputs.logits = outputs.logits / input_ids.shape[1]
+        return outputs
+
+def llama(takes):
+    model = OwnForCausalLM(transformers.LlamaConfig(
+        vocab_size=256, hidden_size=24, intermediate_size=16, num_hidden_layers=1, num_attention_heads=3
+    ))
+    model.takes = takes
+    return model
+"""
+
+
+def test_lint_calls_the_model_on_parts_of_a_sequence(launcher):
+    (launcher.folder / "lengths.py").write_text(OF_THE_LENGTH)
+    plan = '[model]\nfunction = "lengths:llama"\n[mesh]\ncp = 3\n[data]\nsequence_length = 24\n'
+    (launcher.folder / "lengths.toml").write_text(plan)
+
+    def lint(takes: str) -> tuple[int, list[dict[str, str]]]:
+        launcher.begin(
+            "lint", "lengths.toml", "--json", "--run-model-code", "--set", f'model.overrides.takes="{takes}"'
+        )
+        status, out, err = launcher.finish()
+        assert out, err
+        return status, json.loads(out)["diagnostics"]
+
+    assert lint("nothing") == (0, [])
+    for takes, reason in (("scale", "computes something else of its part"), ("positions", "count from 0 to 7 on each")):
+        status, (fault,) = lint(takes)
+        assert (status, fault["key"]) == (1, "mesh.cp")
+        assert (
+            "its first call, of 24 tokens on 3 ranks, is refused: " in fault["message"] and reason in fault["message"]
+        )
+
+
 def test_training_joins_ranks_that_are_there(folder):
     """As in torchrun's processes: they have its environment, and the store is another process's."""
     from torch.distributed import TCPStore

@@ -13,7 +13,7 @@ from hp_plan.outline import positions
 from hp_plan.overrides import Setting, override, settings
 from hp_plan.pipelines import Choice, Outlook, outlook
 from hp_plan.plan import data_parallel_place, data_parallel_rows, read_plan, read_toml
-from hp_plan.port import build
+from hp_plan.port import build, verifier
 from hp_plan.proposal import Estimate, Proposal, propose
 from hp_plan.tables import style_notes
 from hp_plan.verification import TORCH_ONLY
@@ -46,5 +46,6 @@ __all__ = [
     "settings",
     "share_out",
     "style_notes",
+    "verifier",
     "vocabulary",
 ]

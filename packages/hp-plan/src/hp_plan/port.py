@@ -123,6 +123,14 @@ class Build(Protocol):
         ...
 
 
+class Verifier(Protocol):
+    """Running a plan's model to look for faults; `torch/verify.py`."""
+
+    def refusal_under_cp(self, plan: ParallelPlan) -> str | None:
+        """Call the model once, over all ranks as `cp`, and get why it is refused."""
+        ...
+
+
 def models() -> Models:
     """Get the framework's way to read and change a model."""
     return load_port(Models, "models")
@@ -136,3 +144,8 @@ def contents() -> Contents:
 def build() -> Build:
     """Get the framework's way to build what a plan describes."""
     return load_port(Build, "build")
+
+
+def verifier() -> Verifier:
+    """Get the framework's way to run a plan's model and look for faults."""
+    return load_port(Verifier, "verify")

@@ -2,15 +2,60 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from typing import Any
 
-from hp_plan import DataSection, Diagnostic, ParallelPlan
-from hp_plan.extend import vocabulary
+from hp_plan import ContextSection, DataSection, Diagnostic, MeshSection, ParallelPlan, RunSection
+from hp_plan.extend import Report, examine, memory_shortage, vocabulary
+from hp_platform.extend import DEVICE
+from hyper_parallel import worker
 from hyper_parallel.data import VOCABULARY, DataError, check_data, has_tokens
+from hyper_parallel.launch import Job, inside_launcher
+from hyper_parallel.port import launcher
 from hyper_parallel.prompts import check_prompts
 from hyper_parallel.sinks import missing
 from hyper_parallel.tokenized import check_text_of, tokenizer_of
 from hyper_parallel.validation import check_validation, validation_data
+
+_LONGEST = 512  # tokens of the sequence that the model is called with to look for what it makes of a part
+UNCALLED = "the model was not called on parts of a sequence, which its first step does and may refuse: {0}"
+
+
+def check_first_call(report: Report) -> tuple[list[Diagnostic], list[str]]:
+    """Call the model of a plan with `cp` once, on few ranks, which compares parts of a sequence with the whole.
+
+    Args:
+        report: of a plan without faults, whose model's code may run.
+
+    Returns:
+        What is wrong, and notes on what was not looked at.
+    """
+    plan = report.plan
+    if plan.mesh.cp == 1 or report.model is None:
+        return [], []
+    ranks = next(each for each in range(2, plan.mesh.cp + 1) if plan.mesh.cp % each == 0)
+    length = max(1, min(plan.data.sequence_length, _LONGEST) // (2 * ranks)) * 2 * ranks  # two chunks each
+    fewer = ParallelPlan(
+        model=plan.model,
+        mesh=MeshSection(cp=ranks),
+        data=dataclasses.replace(plan.data, sequence_length=length),
+        context=ContextSection(
+            ulysses_degree=1 if plan.context.ulysses_degree == 1 else None, load_balance=plan.context.load_balance
+        ),
+        run=RunSection(seed=plan.run.seed),
+    )
+    reason = "this process is one of a launcher's ranks" if inside_launcher() else None
+    reason = reason or memory_shortage(fewer, report.model, ranks)
+    reason = reason or next(map(str, examine(fewer, [], ranks, run_model_code=True).diagnostics), None)
+    if reason is not None:
+        return [], [UNCALLED.format(reason)]
+    os.environ.setdefault(DEVICE, "cpu")
+    refusal = launcher().launch(worker.first_call_rank, Job(fewer), ranks=ranks)[0]
+    if refusal is None:
+        return [], []
+    message = f"its first call, of {length} tokens on {ranks} ranks, is refused: {refusal.removeprefix('cp: ')}"
+    return [Diagnostic("mesh.cp", message, "leave cp out")], []
 
 
 def check_run(plan: ParallelPlan, config: Any = None) -> list[Diagnostic]:

@@ -35,7 +35,7 @@ from hp_plan.extend import (
 from hp_platform import get_platform
 from hp_platform.extend import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, platform_name, wanted_platform
 from hyper_parallel import checkpoints, pipeline, worker
-from hyper_parallel.checking import check_run
+from hyper_parallel.checking import check_first_call, check_run
 from hyper_parallel.data.command import app as data_app
 from hyper_parallel.display import make_console, settings_table, verify_table
 from hyper_parallel.launch import Job, Resume, inside_launcher, launcher_place
@@ -141,7 +141,11 @@ def lint_plan(
         typer.Option(min=1, help="How many ranks there will be; by default as the mesh says.", show_default=False),
     ] = None,
     run_model_code: Annotated[
-        bool, typer.Option("--run-model-code", help="Import and call the plan's [model] function, which is code.")
+        bool,
+        typer.Option(
+            "--run-model-code",
+            help="Run the model's code: import and call [model] function, and under cp call the model once.",
+        ),
     ] = False,
     assignments: Set = None,
     json_lines: Json = False,
@@ -153,6 +157,9 @@ def lint_plan(
         read, errors = read_plan(tables)
         report = examine(read, errors, nproc, run_model_code=run_model_code)
         diagnostics, notes = [*report.diagnostics, *check_run(read, report.config)], _notes(report, nproc)
+        if run_model_code and not diagnostics:
+            refusals, more = check_first_call(report)
+            diagnostics, notes = refusals, [*notes, *more]
         if json_lines:
             typer.echo(json.dumps({"diagnostics": [dataclasses.asdict(each) for each in diagnostics], "notes": notes}))
         elif diagnostics:

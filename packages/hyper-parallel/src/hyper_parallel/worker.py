@@ -18,6 +18,7 @@ import hp_plan
 import hp_platform
 from hp_pipeline import PipelineError
 from hp_plan import ParallelPlan, VerifyResult
+from hp_plan.extend import verifier
 from hp_platform import get_platform
 from hp_platform.extend import end_with_parent, record_flight, watch_parent
 from hyper_parallel.data import has_tokens
@@ -62,6 +63,12 @@ def verify_rank(job: Job) -> VerifyResult:
     """Verify the plan."""
     with _rank(job):
         return hp_plan.verify(job.plan)
+
+
+def first_call_rank(job: Job) -> str | None:
+    """Call the plan's model under `cp`, and return why it is refused."""
+    with _rank(job):
+        return verifier().refusal_under_cp(job.plan)
 
 
 @contextmanager

@@ -85,6 +85,27 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
     return dataclasses.replace(result, notes=(*mode.notes, *uncompiled, *(() if alike else (unlike,))))
 
 
+def refusal_under_cp(plan: ParallelPlan) -> str | None:
+    """Call the plan's model once, over all ranks as `cp`, and return why it is refused; None if it isn't.
+
+    The call compares parts of a sequence with the whole: Note [Parts and the whole] in `hp_plan.torch.context_guard`.
+
+    Args:
+        plan: of `cp` alone, whose model `lint` finds nothing against.
+    """
+    device = get_platform().devices.current_device()
+    model = apply(build_model(plan).to(device), plan)
+    generator = torch.Generator().manual_seed(plan.run.seed)
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", 256)
+    tokens = torch.randint(vocabulary, (1, plan.data.sequence_length), generator=generator).to(device)
+    try:
+        with torch.no_grad():
+            model(**loss_inputs(plan, tokens))
+    except (NotImplementedError, ValueError) as error:  # of the border or the style, on all ranks alike
+        return str(error)
+    return None
+
+
 @dataclass
 class _Batch:
     """Samples of a step.
