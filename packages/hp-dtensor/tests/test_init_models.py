@@ -30,6 +30,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5, bias=False))
         self.scale = nn.Parameter(torch.empty(5))
+        self.decays = nn.Parameter(torch.empty(5))
         self.frozen = nn.Parameter(torch.empty(3, 5), requires_grad=False)
         self.register_buffer("steps", torch.empty(2))
         self.reset_parameters()
@@ -37,6 +38,8 @@ class Scaled(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.scale, 0.5, 1.5)
         self.frozen.data.normal_(std=0.1)
+        with torch.no_grad():
+            self.decays.copy_(torch.arange(1.0, 6.0).log())
         with torch.no_grad():
             self.steps.fill_(3.0)
 

@@ -98,6 +98,34 @@ def test_dtypes_are_converted_and_weights_drawn(weights, tmp_path):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_weights_that_an_initialiser_copies(mesh):
+    small = {"vocab_size": 24, "hidden_size": 16, "state_size": 8, "num_hidden_layers": 2, "num_heads": 4}
+    plan = plan_of(mesh, {"config": "Mamba2Config", "overrides": {**small, "head_dim": 8, "n_groups": 1}})
+    assert all(parameter.is_meta for parameter in begin(plan).parameters()), "no rank has a whole model"
+    truth = dict(build_model(plan).named_parameters())
+    assert all(torch.equal(value, truth[name]) for name, value in whole(build_parallel_model(plan)).items())
+
+
+@on_ranks(2)
+def test_buffers_of_a_folders_model_that_are_computed_again(tmp_path):
+    part = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    pictures = {**part, "image_size": 8, "patch_size": 4, "model_type": "clip_vision_model"}
+    text = {**part, "vocab_size": 24, "max_position_embeddings": 8, "model_type": "clip_text_model"}
+    model = {"config": "CLIPConfig", "task": "CLIPModel"}
+    model["overrides"] = {"projection_dim": 16, "text_config": text, "vision_config": pictures}
+    truth = build_model(plan_of(model=model, seed=5))
+    if get_platform().groups.rank() == 0:
+        truth.save_pretrained(tmp_path / "model")
+    get_platform().collectives.barrier()
+    read = build_parallel_model(plan_of({"tp": 2}, {"path": str(tmp_path / "model"), "task": "CLIPModel"}))
+    for name, value in read.named_buffers():
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(value, truth.get_buffer(name)), name
+    assert all(torch.equal(value, truth.get_parameter(name)) for name, value in whole(read).items())
+
+
+@on_ranks(2)
 def test_drawn_weights_of_a_family_that_is_not_alike():
     small = {"vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 2}
     plan = plan_of({"dp_shard": 2}, {"config": "GPT2Config", "overrides": small})

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hp_testing import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from product_runs import judge, judge_sabotage
+from product_runs import judge, judge_sabotage, judge_training
 from products import Product, Sabotaged, draw, sabotaged
+from small_models import VOCABULARY, Swept, build
 
 pytestmark = [
     pytest.mark.framework("torch"),  # transformers' models are PyTorch's
@@ -34,6 +37,46 @@ def product_of(mesh) -> Product:
 def test_a_product(mesh):
     said = judge(product_of(mesh))
     assert (said["verdict"], said["verify"], said["lint"]) == ("right", "passed", []), said
+
+
+SIZES: dict[str, Any] = {"d_model": 32, "vocab_size": VOCABULARY}
+SWITCH: dict[str, Any] = {
+    **SIZES,
+    "num_heads": 4,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "d_ff": 48,
+    "d_kv": 8,
+    "num_experts": 4,
+}
+DBRX: dict[str, Any] = {**SIZES, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
+DBRX["attn_config"] = {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}
+DBRX["ffn_config"] = {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
+
+
+def trained(made: Swept, mesh: dict[str, int]) -> dict[str, Any]:
+    """Judge a class that the sweep finds no small configuration of, or whose verdict has to stay."""
+    tables = {"mesh": mesh, "run": {"dtype": "float64"}, "data": {"sequence_length": 8, "batch_size": 4}}
+    return judge_training(replace(made, tables={**tables, "optimizer": {"name": "sgd", "lr": 0.1}}))
+
+
+@on_ranks(2)
+def test_names_made_of_tensors_under_tp():
+    overrides = {**SWITCH, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    said = trained(Swept("SwitchTransformersConfig", {}, task="seq2seq-lm", overrides=overrides), {"tp": 2})
+    assert said["verdict"] == "right", said
+
+
+@on_ranks(2)
+def test_stages_of_dbrx():
+    said = trained(Swept("DbrxConfig", {}, overrides=DBRX), {"pp": 2})
+    assert said["verdict"] == "right", said
+
+
+@on_ranks(2)
+def test_a_model_of_sound_and_text_whose_parts_differ_is_refused():
+    said = trained(build("causal-lm", "MoshiConfig"), {"cp": 2})
+    assert said["verdict"] == "refused" and "MoshiForCausalLM computes something else" in said["detail"], said
 
 
 @on_ranks(2)

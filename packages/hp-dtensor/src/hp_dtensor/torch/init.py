@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hp_dtensor.modes import implicit_replication
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 
@@ -58,9 +59,10 @@ def init_parameters(module: torch.nn.Module, *, device: torch.device | str | Non
         if hasattr(child, "_is_hf_initialized"):
             child._is_hf_initialized = False  # type: ignore[assignment]
     ties = _untie(module)
-    for child in _inner_first(module):
-        for initialize in _initializers(child):
-            initialize()
+    with implicit_replication():  # what they compute beside is whole, and the same on all ranks
+        for child in _inner_first(module):
+            for initialize in _initializers(child):
+                initialize()
     for store, name, tensor in ties:
         store[name] = tensor
     return module

@@ -21,7 +21,7 @@ from torch import nn
 
 from hp_checkpoint.extend import Entry, Ranks, load_tensors, open_checkpoint
 from hp_checkpoint.torch.extend import DTYPES
-from hp_dtensor import DeviceMesh, init_parameters
+from hp_dtensor import DeviceMesh, implicit_replication, init_parameters
 from hp_dtensor.torch.extend import local_view, materialize, wrap
 from hp_pipeline import PipelinedModel
 from hp_plan.application import apply
@@ -239,8 +239,9 @@ def _compute_buffers(model: nn.Module) -> None:
                 value.fill_(content)
         for module in model.modules():
             module._is_hf_initialized = False  # type: ignore[assignment]
-        for root in _libraries(model):
-            root.initialize_weights()
+        with implicit_replication():  # they write whole tensors, the same on all ranks
+            for root in _libraries(model):
+                root.initialize_weights()
         found.append({name: value.clone() for name, value in model.named_buffers() if id(value) not in kept})
     wrong = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
     if wrong:
