@@ -368,6 +368,4 @@ def families(session: nox.Session) -> None:
     session.run("python", "packages/hp-plan/benchmarks/sweep_families.py", *session.posargs, env=environment)
     if not session.posargs:
         session.run("python", "packages/hp-plan/benchmarks/sweep_classes.py", env=environment)
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    here = {**environment, **alone, "HYPER_PARALLEL_DEVICE": "cpu"}
-    session.run("python", "packages/hp-plan/benchmarks/sweep_initial_weights.py", env=here)
+    session.run("python", "packages/hp-plan/benchmarks/sweep_initial_weights.py", env=environment)
