@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -289,6 +290,17 @@ def test_lint():
         "mesh.cp: cp = 2, but attention is computed by 'eager', and 'sdpa' is what can be spread over ranks; write"
         " attn_implementation = 'sdpa' in [model.overrides], or leave cp out"
     ]
+
+
+def test_attention_that_gets_scattered_parts_of_a_sequence_is_refused():
+    heads = {"num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    latent = {**heads, "q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 2}
+    for styles, expected in (("auto-sequence", ["mesh.cp"]), ("auto", [])):
+        plan = small_plan({"cp": 2, "tp": 2}, {"ulysses_degree": 1}, "DeepseekV3Config", **latent)
+        found = lint(dataclasses.replace(plan, styles=styles))
+        assert [each.key for each in found] == expected, found
+    plan = small_plan({"cp": 2, "tp": 2})
+    assert lint(dataclasses.replace(plan, styles="auto-sequence")) == ()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from hp_plan.activations import check_activations, check_saving
 from hp_plan.compiling import check_compile, check_compiled
-from hp_plan.context import check_attention, check_context, check_sequence
+from hp_plan.context import check_attention, check_context, check_scattered, check_sequence
 from hp_plan.determinism import check_deterministic
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.effects import check_effects
@@ -164,6 +164,7 @@ def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
         *_check_heads(plan, choice, model),
         *_check_tied(choice, model),
         *check_experts(plan, choice.by_name, model),
+        *check_scattered(plan, choice.by_name, model),
         *diagnostics,
     ]
 

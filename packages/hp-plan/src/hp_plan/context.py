@@ -13,16 +13,16 @@ is the same on all. Without labels the outputs are whole sequences again; with l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 from hp_plan.diagnostics import Diagnostic
 from hp_plan.outline import ModelOutline, generalise, matching
 from hp_plan.plan import ParallelPlan
-from hp_styles.extend import kv_copies, split_degrees
+from hp_styles.extend import SCATTERING, kv_copies, split_degrees
 
-__all__ = ["caps_logits", "check_attention", "check_context", "check_sequence"]
+__all__ = ["caps_logits", "check_attention", "check_context", "check_scattered", "check_sequence"]
 
 _LAYERS = ("full_attention", "sliding_attention")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob", "attn_dropout_prob")
@@ -128,6 +128,22 @@ def _check_heads(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
         message, _, fix = str(error).removeprefix("ContextParallel: ").partition(". Pass ulysses_degree= ")
         return [Diagnostic("context.ulysses_degree", message, f"make it {fix}")] if cp % degree == 0 else []
     return []
+
+
+def check_scattered(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOutline) -> list[Diagnostic]:
+    """Check that attention gets no part of a sequence that `tp` has scattered: it may have one of `cp` alone.
+
+    Args:
+        plan: the plan.
+        styles: of the model's modules, by name.
+        model: its model.
+    """
+    if plan.mesh.cp == 1 or SCATTERING.isdisjoint(styles.values()):
+        return []
+    attention = [name for name, module in model.modules.items() if module.attention]
+    bare = generalise(name for name in attention if not any(each.startswith(f"{name}.") for each in styles))
+    message = f"{bare[0]} has no style, and would get parts of a sequence that tp scatters" if bare else ""
+    return [_refused(plan, message, 'write styles = "auto", or leave cp out')] if bare else []
 
 
 def _check_loss(plan: ParallelPlan, model: ModelOutline) -> Iterator[Diagnostic]:

@@ -63,6 +63,8 @@ _SCATTERED = {
     "rowwise_split_input": "rowwise_split_input_scatter_output",
     "embedding_rowwise": "embedding_rowwise_scatter_output",
 }
+SCATTERING = frozenset(_SCATTERED.values())
+"""The styles whose output is scattered along the sequence."""
 
 
 class _Replicated(ParallelStyle):
