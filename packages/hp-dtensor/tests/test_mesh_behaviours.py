@@ -179,7 +179,8 @@ def test_a_mesh_makes_the_default_group_and_chooses_the_device(monkeypatch) -> N
     for module in ("device_mesh", "groups"):
         monkeypatch.setattr(f"hp_dtensor.mesh.{module}.get_platform", lambda: Platform)
     monkeypatch.setattr("hp_dtensor.mesh.device_mesh.own_rank", lambda: 1 if "init" in calls else 0)
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
     early = _abstract([0, 1])
     assert early.get_coordinate() == (0,) and early.get_rank() == 0 and not calls
     mesh = DeviceMesh("cuda", [0, 1])
@@ -189,7 +190,8 @@ def test_a_mesh_makes_the_default_group_and_chooses_the_device(monkeypatch) -> N
     Module.used = True
     init_device_mesh("cuda", (2,))
     assert calls == ["init"], "a device that is used already stays"
-    monkeypatch.delenv("LOCAL_RANK")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name)
     Module.used = False
     init_device_mesh("cuda", (2,))
     assert calls == ["init"]

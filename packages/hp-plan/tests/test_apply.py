@@ -163,7 +163,9 @@ def test_sharding_options_on_a_mesh_that_shards_nothing_are_refused():
 
 def test_without_a_process_group(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(RuntimeError, match="needs a process group of 2 ranks, .* torchrun --nproc-per-node 2"):
+    with pytest.raises(
+        RuntimeError, match="needs 2 ranks, but no launcher started this .* torchrun --standalone --nproc-per-node 2"
+    ):
         apply(nn.Linear(4, 4), ParallelPlan.from_dict({"mesh": {"dp_shard": 2}}))
 
 

@@ -274,9 +274,13 @@ def test_sharding_options_on_a_mesh_that_shards_nothing_are_named():
     assert texts(plan_of(mesh={"tp": 2}, fsdp={"reshard_after_forward": True})) == [], "as without it"
 
 
-@pytest.mark.parametrize(("variable", "knob"), [("RANK", "torchrun --nproc-per-node 2"), ("NO_LAUNCHER", "--nproc 2")])
-def test_the_launcher_in_use_is_told_how_many_ranks(monkeypatch, variable, knob):
-    monkeypatch.setenv(variable, "0")
+@pytest.mark.parametrize(
+    ("variables", "knob"),
+    [(("RANK", "WORLD_SIZE"), "torchrun --standalone --nproc-per-node 2"), ((), "--nproc 2")],
+)
+def test_the_launcher_in_use_is_told_how_many_ranks(monkeypatch, variables, knob):
+    for variable in variables:
+        monkeypatch.setenv(variable, "3")
     (text,) = texts(plan_of(mesh={"tp": 2}), 3)
     assert text.endswith(f"; start 2 ranks ({knob}) or change the sizes in [mesh]")
 

@@ -22,7 +22,7 @@ from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_pipeline import PipelineSchedule
 from hp_plan.activations import check_saving, save_less
 from hp_plan.alike import SharedSamples, agree_on_plan, take_first_weights
-from hp_plan.checks import LAUNCHERS, check_fsdp, check_mesh, check_model, check_platform, inside_launcher
+from hp_plan.checks import check_fsdp, check_mesh, check_model, check_platform
 from hp_plan.compiling import check_compile, compile_blocks
 from hp_plan.context import check_context
 from hp_plan.determinism import check_deterministic
@@ -36,7 +36,7 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.tables import choose_styles
 from hp_platform import get_platform
-from hp_platform.extend import agree, share_bytes
+from hp_platform.extend import agree, inside_launcher, launch_command, share_bytes
 from hp_styles import ContextParallel, parallelize_module
 
 Model = TypeVar("Model")
@@ -291,11 +291,11 @@ def _ensure_process_group(plan: ParallelPlan) -> None:
     platform = get_platform()
     if platform.groups.is_initialized():
         return
-    if not inside_launcher():
-        count = plan.mesh.world_size
+    count = plan.mesh.world_size
+    if count > 1 and not inside_launcher():
         raise RuntimeError(
-            f"apply needs a process group of {count} ranks, but there is none: start the script with "
-            f"{LAUNCHERS[platform.name].format(count)}, or call hp_platform.init_process_group() first"
+            f"the plan needs {count} ranks, but no launcher started this process: start the script with "
+            f"{launch_command(platform.name, count)}, or call hp_platform.init_process_group() first"
         )
     hp_platform.init_process_group()
 

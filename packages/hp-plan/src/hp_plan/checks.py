@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import fields
 
@@ -34,6 +33,7 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.tables import StyleChoice, choose_styles, packed_experts
 from hp_plan.watching import check_best, check_profile, check_validation
 from hp_platform import get_platform
+from hp_platform.extend import inside_launcher, launch_command
 from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
 
 # What this version can apply, by framework; the others are read, so that a plan may be written for later.
@@ -42,7 +42,6 @@ APPLIED_AXES = {
     "mindspore": ("dp_replicate", "dp_shard", "tp"),
 }
 _BY_HAND = "leave it out, or write the stages as Cells and run them by hp_pipeline.Schedule1F1B"
-LAUNCHERS = {"torch": "torchrun --nproc-per-node {0}", "mindspore": "msrun --worker_num={0} --local_worker_num={0}"}
 
 
 def check_plan(plan: ParallelPlan, world_size: int | None = None) -> list[Diagnostic]:
@@ -84,9 +83,9 @@ def check_mesh(plan: ParallelPlan, world_size: int | None = None) -> list[Diagno
     if world_size is not None and plan.mesh.world_size != world_size:
         product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())
         message = f"the mesh {product} has {plan.mesh.world_size} ranks, but there are {world_size}"
-        knob = LAUNCHERS[get_platform().name] if inside_launcher() else "--nproc {0}"
         count = plan.mesh.world_size
-        fix = f"start {count} ranks ({knob.format(count)}) or change the sizes in [mesh]"
+        command = launch_command(get_platform().name, count) if inside_launcher() else f"--nproc {count}"
+        fix = f"start {count} ranks ({command}) or change the sizes in [mesh]"
         diagnostics.append(Diagnostic("mesh", message, fix))
     return diagnostics
 
@@ -121,11 +120,6 @@ def _check_device(plan: ParallelPlan) -> list[Diagnostic]:
     fix = "make it 'float32', or run the plan on an Ascend NPU"
     dtypes = {"run.dtype": plan.run.dtype, "fsdp.param_dtype": plan.fsdp.param_dtype}
     return [Diagnostic(key, message, fix) for key, dtype in dtypes.items() if dtype == "bfloat16"]
-
-
-def inside_launcher() -> bool:
-    """Return True if torchrun or msrun started this process."""
-    return not {"RANK", "MS_ROLE"}.isdisjoint(os.environ)
 
 
 def _check_training(plan: ParallelPlan) -> list[Diagnostic]:

@@ -15,6 +15,7 @@ from hp_platform.hang_reports import (
 )
 from hp_platform.hangs import find_hang
 from hp_platform.host import end_with_parent, watch_parent
+from hp_platform.launchers import Place, inside_launcher, launch_command, launcher_place
 from hp_platform.nested import map_nested
 from hp_platform.observing import attribute_to, attributed_modules, observers
 from hp_platform.peers import FailedRankError
@@ -38,6 +39,7 @@ __all__ = [
     "KINDS",
     "PLATFORM",
     "PLATFORMS",
+    "Place",
     "SettingError",
     "TreeSum",
     "agree",
@@ -52,6 +54,9 @@ __all__ = [
     "gather_bytes",
     "has_ended",
     "last_operation",
+    "inside_launcher",
+    "launch_command",
+    "launcher_place",
     "lazy_exports",
     "load_port",
     "map_nested",

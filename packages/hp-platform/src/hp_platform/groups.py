@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,9 +20,13 @@ from hp_platform.checks import (
     no_default_group,
     read_split_ranks,
 )
+from hp_platform.launchers import half_launched, launch_command, launcher_place
 from hp_platform.port import Group, port
+from hp_platform.ports import platform_name
 
 __all__ = ["groups_ended", "own_rank", "when_groups_end"]
+
+_log = logging.getLogger("hp_platform")
 
 
 class _Registry:
@@ -65,12 +71,14 @@ def init_process_group(
 ) -> None:
     """Initialise the default process group, as `torch.distributed.init_process_group` does.
 
-    A second call that agrees with the group that is there does nothing.
+    A second call that agrees with the group that is there does nothing. A process that no launcher has started, and
+    that is told neither ranks nor where they meet, becomes a world of one rank, in a notebook or a debugger; the logger
+    `hp_platform` says so once. Tasks of srun meet without arguments, as those of torchrun and msrun do.
 
     Args:
         backend: None picks nccl, hccl or gloo (PyTorch), hccl or mccl (MindSpore) by the kind of device in use.
-        init_method: where the ranks meet, as "tcp://127.0.0.1:29500"; by default the environment that torchrun or msrun
-            sets.
+        init_method: where the ranks meet, as "tcp://127.0.0.1:29500"; by default the environment that torchrun, msrun
+            or srun sets.
         timeout: how long an operation may take; by default the backend's own, on mccl 30 minutes (MindSpore's own 30 s
             are the environment variable MS_CPU_COMM_OP_TIMEOUT's, which comes first).
         world_size: number of ranks, needed with `store`, on MindSpore with `init_method` too.
@@ -87,6 +95,13 @@ def init_process_group(
     """
     own = port().groups
     if own.world() is None:
+        if init_method is None and store is None and world_size == -1 and rank == -1:
+            place = launcher_place()
+            if place is not None and place.meeting is not None:
+                init_method, rank, world_size = "tcp://{}:{}".format(*place.meeting), place.rank, place.world_size
+            elif place is None and not half_launched():
+                store, rank, world_size = own.lone_store(), 0, 1
+                _say_alone()
         own.initialize(backend, init_method, timeout, world_size, rank, store, pg_options, device_id)
         everyone = tuple(sorted(own.members(default_group())))
         known_groups()
@@ -102,6 +117,13 @@ def init_process_group(
     everyone = tuple(sorted(own.members(world)))
     check_options(pg_options, _registry.options.get(everyone), everyone)
     own.meet(everyone, False)
+
+
+@functools.cache
+def _say_alone() -> None:
+    """Say once that this process is a world of one."""
+    command = launch_command(platform_name(), 2)
+    _log.warning("note: no launcher started this process, so it is the only rank; %s PROGRAM starts two", command)
 
 
 def destroy_process_group(group: Group | None = None) -> None:

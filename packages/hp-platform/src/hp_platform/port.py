@@ -136,6 +136,10 @@ class Groups(Protocol):
         """Make the default group; refuse what the backend lacks."""
         ...
 
+    def lone_store(self) -> Any:
+        """Make the store of a world of one rank."""
+        ...
+
     def world(self) -> Group | None:
         """Get the default group, None where there is none."""
         ...

@@ -8,10 +8,10 @@ from typing import Any
 
 from hp_plan import ContextSection, DataSection, Diagnostic, MeshSection, ParallelPlan, RunSection
 from hp_plan.extend import Report, examine, memory_shortage, vocabulary
-from hp_platform.extend import DEVICE
+from hp_platform.extend import DEVICE, inside_launcher
 from hyper_parallel import worker
 from hyper_parallel.data import VOCABULARY, DataError, check_data, has_tokens
-from hyper_parallel.launch import Job, inside_launcher
+from hyper_parallel.launch import Job
 from hyper_parallel.port import launcher
 from hyper_parallel.prompts import check_prompts
 from hyper_parallel.sinks import missing

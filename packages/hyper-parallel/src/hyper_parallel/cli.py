@@ -33,12 +33,22 @@ from hp_plan.extend import (
     style_notes,
 )
 from hp_platform import get_platform
-from hp_platform.extend import DEVICE, KINDS, PLATFORM, PLATFORMS, SettingError, platform_name, wanted_platform
+from hp_platform.extend import (
+    DEVICE,
+    KINDS,
+    PLATFORM,
+    PLATFORMS,
+    SettingError,
+    inside_launcher,
+    launcher_place,
+    platform_name,
+    wanted_platform,
+)
 from hyper_parallel import checkpoints, pipeline, worker
 from hyper_parallel.checking import check_first_call, check_run
 from hyper_parallel.data.command import app as data_app
 from hyper_parallel.display import make_console, settings_table, verify_table
-from hyper_parallel.launch import Job, Resume, inside_launcher, launcher_place
+from hyper_parallel.launch import Job, Resume
 from hyper_parallel.output import OutputError, claimed, prepare_folder
 from hyper_parallel.port import launcher
 from hyper_parallel.position import check_resume

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from hyper_parallel.launch import EXPLAINED, Job, Place
+from hp_platform.extend import Place
+from hyper_parallel.launch import EXPLAINED, Job
 
 __all__ = ["ended_alike", "leave_together", "tell_end"]
 

@@ -87,42 +87,6 @@ class Interrupted(RuntimeError):
     """A run that a signal ended, all ranks with it."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Place of a process among the ranks.
-
-    Attributes:
-        rank: in the world; -1 is msrun's scheduler, a process that runs the same program and is not a rank.
-        world_size: the number of ranks.
-        local_rank: among those of this machine.
-        local_world_size: the number of ranks on this machine.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-
-def launcher_place() -> Place | None:
-    """Return this process's place among the ranks; None if neither torchrun nor msrun started it."""
-    at = os.environ
-    if "RANK" in at and "WORLD_SIZE" in at:
-        rank, size = int(at["RANK"]), int(at["WORLD_SIZE"])
-        return Place(rank, size, int(at.get("LOCAL_RANK", "0")), int(at.get("LOCAL_WORLD_SIZE", str(size))))
-    if at.get("MS_ROLE") in ("MS_WORKER", "MS_SCHED") and "MS_WORKER_NUM" in at:
-        size = int(at["MS_WORKER_NUM"])
-        rank = int(at.get("RANK_ID", "0")) if at["MS_ROLE"] == "MS_WORKER" else -1
-        # msrun tells a process its device, and not how many its machine has.
-        return Place(rank, size, int(at.get("DEVICE_ID", "0")), size)
-    return None
-
-
-def inside_launcher() -> bool:
-    """Return True if this process is a rank already, started by torchrun or msrun."""
-    return launcher_place() is not None
-
-
 def divide_threads(ranks: int) -> int:
     """Return the number of threads for each rank on this machine: together no more than there are cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

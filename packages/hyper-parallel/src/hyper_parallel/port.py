@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from hp_pipeline.extend import Operations
 from hp_plan import ParallelPlan
-from hp_platform.extend import load_port
+from hp_platform.extend import Place, load_port
 from hyper_parallel.data import Rows
-from hyper_parallel.launch import Job, Place
+from hyper_parallel.launch import Job
 from hyper_parallel.shortage import Spot, Storage
 
 Result = TypeVar("Result")

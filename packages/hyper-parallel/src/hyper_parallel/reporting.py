@@ -12,11 +12,11 @@ import typer
 from hp_checkpoint import CheckpointError
 from hp_checkpoint.extend import steps_in
 from hp_plan import Diagnostic, PlanError
-from hp_platform.extend import SettingError
+from hp_platform.extend import SettingError, inside_launcher, launcher_place
 from hyper_parallel.data import DataError
 from hyper_parallel.display import diagnostics_table, make_console
 from hyper_parallel.diverging import DivergedError
-from hyper_parallel.launch import Interrupted, RankFailure, inside_launcher, launcher_place
+from hyper_parallel.launch import Interrupted, RankFailure
 from hyper_parallel.output import CHECKPOINTS, METRICS, OutputError
 from hyper_parallel.shortage import MemoryShortage
 

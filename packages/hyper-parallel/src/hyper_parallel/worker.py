@@ -20,12 +20,12 @@ from hp_pipeline import PipelineError
 from hp_plan import ParallelPlan, VerifyResult
 from hp_plan.extend import verifier
 from hp_platform import get_platform
-from hp_platform.extend import end_with_parent, record_flight, watch_parent
+from hp_platform.extend import end_with_parent, launcher_place, record_flight, watch_parent
 from hyper_parallel.data import has_tokens
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.ends import leave_together, tell_end
 from hyper_parallel.events import EventWriter
-from hyper_parallel.launch import Job, Resume, launcher_place
+from hyper_parallel.launch import Job, Resume
 from hyper_parallel.notes import note
 from hyper_parallel.output import METRICS, TEXTS, Curve, OutputError, Step, Summary, attempt, draw_loss
 from hyper_parallel.port import rank_process, training

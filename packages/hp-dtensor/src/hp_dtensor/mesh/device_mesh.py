@@ -27,8 +27,8 @@ class DeviceMesh:
 
     Meshes are values: equal, with equal hashes, if device type, ranks, shape and axis names are equal. Creating a mesh
     creates a process group for each axis (unless ``_init_groups=False``), and the default group if there is none.
-    Groups are cached by rank set, so meshes over the same ranks share communicators. If torchrun has set LOCAL_RANK
-    and the process has not used an accelerator yet, that device becomes the current one.
+    Groups are cached by rank set, so meshes over the same ranks share communicators. The accelerator that a launcher
+    has assigned becomes the current one, unless the process has used one already.
 
     A rank's index along an axis is its index in ``mesh``. Its rank in the axis's group follows the global order, which
     differs if the ranks do not ascend: see ``group_order``.
@@ -377,7 +377,7 @@ def init_device_mesh(
     if need > world:
         raise MeshValueError(
             f"init_device_mesh: mesh_shape {shape} has {need} ranks, but the world has {world} ranks; "
-            f"start {need} ranks or change the shape"
+            f"start {need} ranks or change the shape{mesh_groups.advice_for(need)}"
         )
     return DeviceMesh(device_type, np.arange(need).reshape(shape), names, backend_override=backend_override)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.errors import MeshValueError
 from hp_platform import get_platform
-from hp_platform.extend import when_groups_end
+from hp_platform.extend import inside_launcher, launch_command, launcher_place, when_groups_end
 
 if TYPE_CHECKING:
     from hp_dtensor.mesh.device_mesh import DeviceMesh
 
-__all__ = ["adopt", "check_world", "living", "note", "read_options", "start"]
+__all__ = ["adopt", "advice_for", "check_world", "living", "note", "read_options", "start"]
 
 # By identity: equal meshes have groups of their own.
 _living: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
@@ -38,12 +37,12 @@ def _forget_groups() -> None:
 
 
 def start() -> None:
-    """Use the device that torchrun assigned, unless the process uses one already, and create the default group."""
-    platform, local = get_platform(), os.environ.get("LOCAL_RANK")
-    if local is not None and platform.devices.kind != "cpu":
+    """Use the device that the launcher assigned, unless the process uses one already, and create the default group."""
+    platform, place = get_platform(), launcher_place()
+    if place is not None and platform.devices.kind != "cpu":
         used = getattr(platform.devices.device_module(), "is_initialized", None)
         if used is not None and not used():
-            platform.devices.set_device(int(local))
+            platform.devices.set_device(place.local_rank)
     if not platform.groups.is_initialized():
         platform.groups.init_process_group()
 
@@ -55,7 +54,16 @@ def check_world(mesh: DeviceMesh) -> None:
     if outside:
         raise MeshValueError(
             f"DeviceMesh: ranks {outside} of {mesh.ranks.tolist()} are not in the world of {world} ranks"
+            f"{advice_for(max(outside) + 1)}"
         )
+
+
+def advice_for(ranks: int) -> str:
+    """Return what to do where a process that no launcher has started needs so many ranks; empty elsewhere."""
+    platform = get_platform()
+    if platform.groups.size() > 1 or inside_launcher():
+        return ""
+    return f"; no launcher started this process: start it with {launch_command(platform.name, ranks)}"
 
 
 def read_options(override: Any, names: Sequence[str] | None, ndim: int) -> dict[int, Any]:

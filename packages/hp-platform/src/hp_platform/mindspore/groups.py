@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -51,6 +52,14 @@ def initialize(
         dist.init_process_group(HCCL, init_method, timeout, world_size, rank, store)
     else:
         _init_mccl(init_method, timeout or DEFAULT_TIMEOUT, world_size, rank, store)
+
+
+def lone_store() -> Any:
+    """Make a store for a world of one."""
+    with socket.socket() as reserved:  # MindSpore's stores take no port 0, but one that is reserved in this way
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        return dist.TCPStore("127.0.0.1", reserved.getsockname()[1], 1, is_master=True, timeout=DEFAULT_TIMEOUT)
 
 
 def _init_mccl(init_method: str | None, timeout: timedelta, world_size: int, rank: int, store: Any | None) -> None:

@@ -60,6 +60,11 @@ def initialize(
     restore_priority(pg_options, _world(), chosen)
 
 
+def lone_store() -> Any:
+    """Make a store for a world of one, without a port."""
+    return dist.HashStore()
+
+
 def _restarted_store(timeout: timedelta | None) -> tuple[Any, int, int]:
     """Return a store of this restart alone, this rank and their number.
 

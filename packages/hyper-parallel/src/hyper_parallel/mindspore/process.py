@@ -5,7 +5,7 @@ from __future__ import annotations
 import mindspore
 
 from hp_platform import get_platform
-from hyper_parallel.launch import Place
+from hp_platform.extend import Place
 
 # How the loss of a peer shows: it ended, and its end is what has to be reported.
 _PEER_LOST = (

@@ -20,8 +20,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from hp_platform.extend import end_with_parent
-from hyper_parallel.launch import explanation, launcher_place
+from hp_platform.extend import end_with_parent, launcher_place
+from hyper_parallel.launch import explanation
 
 JOB = "job"
 OUTPUT = "output"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from hp_platform import LostRankError, get_platform
-from hyper_parallel.launch import Place, divide_threads
+from hp_platform.extend import Place
+from hyper_parallel.launch import divide_threads
 
 # How the loss of a peer shows: it ended, and its end is what has to be reported.
 _PEER_LOST = (

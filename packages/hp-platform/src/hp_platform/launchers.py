@@ -1,0 +1,114 @@
+"""Who started this process as one of many ranks: torchrun, msrun, srun, or nobody.
+
+Note [Ranks of srun]
+    srun tells each task its number, but not where the ranks meet. They meet on the first host of the step, at a port
+    made of the numbers of the job and the step, unless MASTER_ADDR and MASTER_PORT say otherwise. One task is a world
+    of its own, as a shell that srun has started is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Place", "half_launched", "inside_launcher", "launch_command", "launcher_place"]
+
+_COMMANDS = {
+    "torch": "torchrun --standalone --nproc-per-node {0}",
+    "mindspore": "msrun --worker_num={0} --local_worker_num={0}",
+}
+_PORTS = range(20_000, 32_000)  # below those that systems give away
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a process among the ranks.
+
+    Attributes:
+        rank: in the world; -1 is msrun's scheduler, a process that runs the same program and is not a rank.
+        world_size: the number of ranks.
+        local_rank: among those of this machine.
+        local_world_size: the number of ranks on this machine.
+        meeting: host and port where the ranks meet, where the framework doesn't know of it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    meeting: tuple[str, int] | None = None
+
+
+def launcher_place() -> Place | None:
+    """Return this process's place among the ranks; None if no launcher has started it."""
+    at = os.environ
+    if "RANK" in at and "WORLD_SIZE" in at:
+        rank, size = int(at["RANK"]), int(at["WORLD_SIZE"])
+        return Place(rank, size, int(at.get("LOCAL_RANK", "0")), int(at.get("LOCAL_WORLD_SIZE", str(size))))
+    if at.get("MS_ROLE") in ("MS_WORKER", "MS_SCHED") and "MS_WORKER_NUM" in at:
+        size = int(at["MS_WORKER_NUM"])
+        rank = int(at.get("RANK_ID", "0")) if at["MS_ROLE"] == "MS_WORKER" else -1
+        # msrun tells a process its device, and not how many its machine has.
+        return Place(rank, size, int(at.get("DEVICE_ID", "0")), size)
+    return _place_in_step(at)
+
+
+def inside_launcher() -> bool:
+    """Return True if this process is a rank of a launcher's."""
+    return launcher_place() is not None
+
+
+def half_launched() -> bool:
+    """Return True if some of what a launcher sets is there, but not all: the framework says what is missing."""
+    return launcher_place() is None and not {"RANK", "WORLD_SIZE", "MS_ROLE"}.isdisjoint(os.environ)
+
+
+def launch_command(platform: str, ranks: int) -> str:
+    """Return the command that starts so many ranks on this machine, but for the program.
+
+    >>> launch_command("torch", 4)
+    'torchrun --standalone --nproc-per-node 4'
+    """
+    return _COMMANDS[platform].format(ranks)
+
+
+def _place_in_step(at: Mapping[str, str]) -> Place | None:
+    """See Note [Ranks of srun]."""
+    if int(at.get("SLURM_STEP_NUM_TASKS", "1")) == 1 or "SLURM_PROCID" not in at:
+        return None
+    job, step = (int(at.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    host = at.get("MASTER_ADDR") or _first_host(at["SLURM_STEP_NODELIST"])
+    port = int(at.get("MASTER_PORT") or _PORTS[(job + 97 * step) % len(_PORTS)])
+    counts = _counts(at["SLURM_STEP_TASKS_PER_NODE"])
+    return Place(
+        rank=int(at["SLURM_PROCID"]),
+        world_size=int(at["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(at["SLURM_LOCALID"]),
+        local_world_size=counts[int(at.get("SLURM_NODEID", "0"))],
+        meeting=(host, port),
+    )
+
+
+def _first_host(hosts: str) -> str:
+    """Return the first of SLURM's list.
+
+    >>> _first_host("gpu[07-09,12],login1")
+    'gpu07'
+    >>> _first_host("a1-[3,5]-x,b")
+    'a1-3-x'
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    assert first is not None  # it matches nothing, too
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+
+
+def _counts(tasks: str) -> list[int]:
+    """Return the number of tasks of each node.
+
+    >>> _counts("4(x2),3")
+    [4, 4, 3]
+    """
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    return [int(count) for count, times in pairs for _ in range(int(times or "1"))]

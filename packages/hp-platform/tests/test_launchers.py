@@ -1,0 +1,113 @@
+"""Processes with a launcher's environment, and without any: who they are, and where they meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from hp_platform import get_platform
+from hp_platform.extend import Place, launch_command, launcher_place
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+MSRUN = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4", "RANK_ID": "3", "DEVICE_ID": "1"}
+SRUN = {
+    "SLURM_JOB_ID": "12003",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_NODELIST": "gpu[07-08],old3",
+    "SLURM_STEP_TASKS_PER_NODE": "3(x2),1",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def elsewhere() -> dict[str, str]:
+    """The environment without what launchers set."""
+    set_by_launchers = {*TORCHRUN, *MSRUN, *SRUN, *RENDEZVOUS}
+    return {name: value for name, value in os.environ.items() if name not in set_by_launchers}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, None),
+        (TORCHRUN, Place(3, 4, 1, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Place(0, 1, 0, 1)),
+        (MSRUN, Place(3, 4, 1, 4)),
+        ({**MSRUN, "MS_ROLE": "MS_SCHED", "RANK_ID": "0"}, Place(-1, 4, 1, 4)),
+        (SRUN, Place(4, 7, 1, 3, ("gpu07", 20197))),
+        ({**SRUN, "MASTER_ADDR": "here", "MASTER_PORT": "5"}, Place(4, 7, 1, 3, ("here", 5))),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"SLURM_JOB_ID": "12003", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
+        ({**SRUN, **TORCHRUN}, Place(3, 4, 1, 2)),
+    ],
+    ids=["nobody", "torchrun", "by hand", "msrun", "scheduler", "srun", "its own port", "shell", "batch", "inside"],
+)
+def test_a_launcher_tells_the_place(monkeypatch, elsewhere, environment, place):
+    for name in os.environ.keys() - elsewhere.keys():
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launcher_place() == place
+
+
+PROGRAM = """
+import sys
+import numpy
+import hp_platform
+from hp_platform import get_platform
+hp_platform.init_process_group()
+hp_platform.init_process_group()
+groups, platform = get_platform().groups, get_platform()
+if platform.name == "torch":
+    import torch
+    tensor = torch.ones(3) * (groups.rank() + 1)
+else:
+    import mindspore
+    tensor = mindspore.Tensor(numpy.ones(3, "float32"))
+platform.collectives.all_reduce(tensor, group=groups.default_group())
+print(groups.rank(), groups.size(), [float(each) for each in tensor])
+hp_platform.destroy_process_group()
+"""
+
+
+def started(environment: dict[str, str], program: str = PROGRAM) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    named = {"HYPER_PARALLEL_PLATFORM": get_platform().name, "HYPER_PARALLEL_DEVICE": "cpu", "GLOG_v": "3"}
+    return subprocess.Popen([sys.executable, "-c", program], env={**environment, **named}, text=True, **pipes)
+
+
+@pytest.mark.not_on("torch-npu-sim", reason="starts a process of its own; nothing of the device in it")
+def test_a_process_that_nobody_started_is_a_world_of_one(elsewhere):
+    with started(elsewhere) as process:
+        out, err = process.communicate()
+    assert (process.returncode, out) == (0, "0 1 [1.0, 1.0, 1.0]\n"), err
+    note = f"no launcher started this process, so it is the only rank; {launch_command(get_platform().name, 2)} PROGRAM"
+    assert err.count(note) == 1
+
+
+@pytest.mark.framework("torch")
+@pytest.mark.not_on("torch-npu-sim", reason="starts processes of its own; nothing of the device in it")
+def test_tasks_of_srun_meet(elsewhere):
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved.getsockname()[1])}
+    step = {**SRUN, **meeting, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    tasks = [started({**elsewhere, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in "01"]
+    for rank, task in enumerate(tasks):
+        out, err = task.communicate()
+        assert (task.returncode, out) == (0, f"{rank} 2 [3.0, 3.0, 3.0]\n"), err
+
+
+@pytest.mark.framework("torch")
+def test_half_of_an_environment_is_an_error_of_the_framework(elsewhere):
+    with started({**elsewhere, "RANK": "0"}) as process:
+        _, err = process.communicate()
+    assert process.returncode and "WORLD_SIZE" in err
