@@ -1,6 +1,6 @@
 """Trains a model under a plan in a loop of accelerate, and saves it from all ranks.
 
-    torchrun --nproc-per-node 2 examples/loops/accelerate_loop.py
+    torchrun --standalone --nproc-per-node 2 examples/loops/accelerate_loop.py
 
 `apply` comes before `prepare`, which leaves a sharded model as it is. accelerate's own FSDP plugin, mixed precision and
 `save_state` are refused by name: a plan has `[fsdp]` and its dtypes, and hp-checkpoint saves.

@@ -1,6 +1,6 @@
 """Trains LoRA adapters of peft on a sharded model whose own weights are frozen, and saves them as peft does.
 
-torchrun --nproc-per-node 2 examples/loops/lora.py
+torchrun --standalone --nproc-per-node 2 examples/loops/lora.py
 """
 
 from __future__ import annotations

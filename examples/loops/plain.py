@@ -1,6 +1,6 @@
 """Trains a model of transformers by a loop of one's own; two lines of it are hp_plan's.
 
-torchrun --nproc-per-node 2 examples/loops/plain.py
+torchrun --standalone --nproc-per-node 2 examples/loops/plain.py
 """
 
 from __future__ import annotations

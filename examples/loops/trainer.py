@@ -1,6 +1,6 @@
 """Trains a model under a plan by transformers' Trainer, with checkpoints of all ranks.
 
-torchrun --nproc-per-node 2 examples/loops/trainer.py
+torchrun --standalone --nproc-per-node 2 examples/loops/trainer.py
 """
 
 from __future__ import annotations

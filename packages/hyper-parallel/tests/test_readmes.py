@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -70,6 +73,28 @@ def test_a_program_runs_on_two_ranks(snippet):
     printed = run_ranks(2, run_program, snippet.text, timeout=120.0)
     if snippet.output is not None:
         assert printed[0] == snippet.output
+
+
+ALONE = """
+import sys
+sys.path.insert(0, {folder!r})
+from test_readmes import of_kind, run_program
+for parameters in of_kind("python", {framework!r}):
+    print(parameters.id, flush=True)
+    run_program(parameters.values[0].text)
+print("all of them ran")
+"""
+
+
+@pytest.mark.not_on("torch-npu-sim", reason="the programs ask for CPUs; nothing of the device in it")
+def test_programs_run_in_a_process_that_no_launcher_started():
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MS_ROLE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in launchers}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOG_v": "3", "HYPER_PARALLEL_DEVICE": "cpu"}
+    program = ALONE.format(folder=str(Path(__file__).parent), framework=platform_name())
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.endswith("all of them ran\n") and done.stderr.count("it is the only rank") == 1, done.stderr
 
 
 @pytest.mark.parametrize("snippet", of_kind("python fragment"))
