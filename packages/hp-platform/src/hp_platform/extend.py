@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hp_platform.agreement import agree, describe, gather_bytes, share_bytes
 from hp_platform.flight import Flight, beating, note_step, read_flight, record_flight
-from hp_platform.groups import own_rank, when_groups_end
+from hp_platform.groups import init_on_this_machine, own_rank, when_groups_end
 from hp_platform.hang_reports import (
     ask_for_stacks,
     describe_hang,
@@ -54,6 +54,7 @@ __all__ = [
     "gather_bytes",
     "has_ended",
     "last_operation",
+    "init_on_this_machine",
     "inside_launcher",
     "launch_command",
     "launcher_place",

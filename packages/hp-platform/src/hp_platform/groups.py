@@ -24,7 +24,7 @@ from hp_platform.launchers import half_launched, launch_command, launcher_place
 from hp_platform.port import Group, port
 from hp_platform.ports import platform_name
 
-__all__ = ["groups_ended", "own_rank", "when_groups_end"]
+__all__ = ["groups_ended", "init_on_this_machine", "own_rank", "when_groups_end"]
 
 _log = logging.getLogger("hp_platform")
 
@@ -117,6 +117,28 @@ def init_process_group(
     everyone = tuple(sorted(own.members(world)))
     check_options(pg_options, _registry.options.get(everyone), everyone)
     own.meet(everyone, False)
+
+
+def init_on_this_machine(
+    rank: int,
+    world_size: int,
+    announce: Callable[[int], None],
+    port_of_rank_0: Callable[[], int],
+    backend: str | None = None,
+) -> None:
+    """Initialise the default group of ranks that one process of this machine has started.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        announce: tells the other ranks the port that rank 0 listens on.
+        port_of_rank_0: waits for what rank 0 has announced.
+        backend: as `init_process_group` takes it.
+    """
+    store, number = port().groups.local_store(world_size, None if rank == 0 else port_of_rank_0())
+    if rank == 0:
+        announce(number)
+    init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 @functools.cache

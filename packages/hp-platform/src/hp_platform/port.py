@@ -140,6 +140,10 @@ class Groups(Protocol):
         """Make the store of a world of one rank."""
         ...
 
+    def local_store(self, world_size: int, port: int | None) -> tuple[Any, int]:
+        """Make a store for the ranks of this machine at a free port, or join the one at a port; get it and its port."""
+        ...
+
     def world(self) -> Group | None:
         """Get the default group, None where there is none."""
         ...

@@ -22,6 +22,7 @@ TIMEOUTS = False
 
 # How long mccl waits in an operation: as torch's gloo, since its own 30 s are less than a slow step of one rank.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_MEET = timedelta(seconds=60)
 _TIMEOUT_VARIABLE = "MS_CPU_COMM_OP_TIMEOUT"
 
 _members: dict[str, tuple[int, ...]] = {}
@@ -56,10 +57,20 @@ def initialize(
 
 def lone_store() -> Any:
     """Make a store for a world of one."""
-    with socket.socket() as reserved:  # MindSpore's stores take no port 0, but one that is reserved in this way
+    return local_store(1, None)[0]
+
+
+def local_store(world_size: int, port: int | None) -> tuple[Any, int]:
+    """Make a store at a free port, or join one."""
+    if port is not None:
+        return dist.TCPStore("127.0.0.1", port, world_size, False, _MEET, wait_for_workers=False), port
+    # The store wants a number. One that is bound with this option, and not listened on, is nobody else's but may be
+    # bound again with the same option, as the store does.
+    with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
-        return dist.TCPStore("127.0.0.1", reserved.getsockname()[1], 1, is_master=True, timeout=DEFAULT_TIMEOUT)
+        number = reserved.getsockname()[1]
+        return dist.TCPStore("127.0.0.1", number, world_size, True, _MEET, wait_for_workers=False), number
 
 
 def _init_mccl(init_method: str | None, timeout: timedelta, world_size: int, rank: int, store: Any | None) -> None:

@@ -65,6 +65,12 @@ def lone_store() -> Any:
     return dist.HashStore()
 
 
+def local_store(world_size: int, port: int | None) -> tuple[Any, int]:
+    """Make a store at a free port, or join one."""
+    store = dist.TCPStore("127.0.0.1", port or 0, world_size, is_master=port is None, wait_for_workers=False)
+    return store, store.port
+
+
 def _restarted_store(timeout: timedelta | None) -> tuple[Any, int, int]:
     """Return a store of this restart alone, this rank and their number.
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
-from datetime import timedelta
 
 import mindspore
-from mindspore.mint.distributed import TCPStore
 
 from hp_platform import collectives, groups
 from hp_platform.devices import devices
+from hp_platform.extend import init_on_this_machine
 from hp_platform.mindspore import collectives as primitives
 from hp_platform.mindspore import random
-
-_MEET = timedelta(seconds=60)
 
 
 def join(rank: int, world_size: int, announce: Callable[[int], None], port: Callable[[], int]) -> None:
@@ -29,18 +25,7 @@ def join(rank: int, world_size: int, announce: Callable[[int], None], port: Call
     mindspore.runtime.dispatch_threads_num(1)  # ranks share the cores
     if devices.kind == "cpu":  # threads of the asynchronous pipeline would wait for each other on shared cores
         mindspore.runtime.launch_blocking()
-    if rank == 0:
-        # The store wants a number. One that is bound with this option, and not listened on, is nobody else's but may be
-        # bound again with the same option, as the store does.
-        with socket.socket() as reserved:
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.bind(("127.0.0.1", 0))
-            number = reserved.getsockname()[1]
-            store = TCPStore("127.0.0.1", number, world_size, True, _MEET, wait_for_workers=False)
-        announce(number)
-    else:
-        store = TCPStore("127.0.0.1", port(), world_size, False, _MEET, wait_for_workers=False)
-    groups.init_process_group(store=store, rank=rank, world_size=world_size)
+    init_on_this_machine(rank, world_size, announce, port)
     collectives.barrier()
 
 

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from hp_platform import collectives, groups
 from hp_platform.devices import devices
+from hp_platform.extend import init_on_this_machine
 
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
@@ -33,12 +33,7 @@ def join(rank: int, world_size: int, announce: Callable[[int], None], port: Call
     backend = "gloo" if world_size > devices.count else None
     if sys.platform in _LOOPBACK:  # no look-up of the host's name, which is slow or fails on some machines
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
-    if rank == 0:
-        store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
-        announce(store.port)
-    else:
-        store = TCPStore("127.0.0.1", port(), world_size, is_master=False, wait_for_workers=False)
-    groups.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    init_on_this_machine(rank, world_size, announce, port, backend)
     collectives.barrier()
 
 
