@@ -46,7 +46,7 @@ def snippets() -> list[Snippet]:
 
 
 def of_kind(kind: str, framework: str | None = None) -> list[pytest.param]:
-    # A program that starts ranks of its own is run by hp-platform's test of its README.
+    # Programs that start ranks of their own are run by the tests of `run_ranks`, here and in hp-platform.
     chosen = [each for each in snippets() if each.kind == kind and "run_ranks" not in each.text]
     if framework is not None:
         chosen = [each for each in chosen if ("import mindspore" in each.text) == (framework == "mindspore")]

@@ -1,6 +1,7 @@
 """Every public name of HyperParallel in one place: `from hyper_parallel import fully_shard`.
 
-A name comes from the package that has it, at first use. The `hyper-parallel` command and the trainer are here as well.
+A name comes from the package that has it, at first use. The `hyper-parallel` command, the trainer and `run_ranks`, for
+notebooks, are here as well.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from hp_plan import *  # noqa: F403
     from hp_platform import *  # noqa: F403
     from hp_styles import *  # noqa: F403
+    from hyper_parallel.ranks import run_ranks  # noqa: F401
 
 PACKAGES = (
     "hp_platform",
@@ -33,11 +35,15 @@ PACKAGES = (
     "hp_plan",
 )
 """The packages whose public names are here, none of which imports a framework before it is needed."""
+_OWN = {"run_ranks": "hyper_parallel.ranks"}
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
+    if name in _OWN:
+        value = globals()[name] = getattr(importlib.import_module(_OWN[name]), name)
+        return value
     for package in map(importlib.import_module, () if name.startswith("__") else PACKAGES):
         if name in package.__all__:
             value = globals()[name] = getattr(package, name)
@@ -46,4 +52,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(name for package in PACKAGES for name in importlib.import_module(package).__all__)
+    return sorted({*_OWN, *(name for package in PACKAGES for name in importlib.import_module(package).__all__)})
