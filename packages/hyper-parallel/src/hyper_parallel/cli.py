@@ -47,7 +47,8 @@ from hp_platform.extend import (
 from hyper_parallel import checkpoints, pipeline, worker
 from hyper_parallel.checking import check_first_call, check_run
 from hyper_parallel.data.command import app as data_app
-from hyper_parallel.display import make_console, settings_table, verify_table
+from hyper_parallel.display import findings_table, make_console, settings_table, verify_table
+from hyper_parallel.doctor import examine_machine
 from hyper_parallel.launch import Job, Resume
 from hyper_parallel.output import OutputError, claimed, prepare_folder
 from hyper_parallel.port import launcher
@@ -195,6 +196,24 @@ def show(plan: PlanFile, assignments: Set = None, json_lines: Json = False) -> N
             typer.echo(json.dumps([dataclasses.asdict(setting) for setting in listed]))
         else:
             make_console().print(settings_table(listed))
+
+
+@app.command()
+def doctor(
+    probe: Annotated[bool, typer.Option(help="Start two ranks and let them communicate.")] = True,
+    json_lines: Json = False,
+) -> None:
+    """Show what this machine has to train with, and what to do about what is wrong; exit 1 where ranks can't train."""
+    with user_errors():
+        wanted_platform()
+        findings = examine_machine(probe=probe)
+        faults = sum(each.state == "fault" for each in findings)
+        if json_lines:
+            typer.echo(json.dumps({"faults": faults, "findings": [dataclasses.asdict(each) for each in findings]}))
+        else:
+            make_console().print(findings_table(findings))
+        if faults:
+            raise typer.Exit(1)
 
 
 @app.command()

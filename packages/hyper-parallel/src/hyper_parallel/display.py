@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from hp_plan.extend import Setting
+    from hyper_parallel.doctor import Finding
 
 _COLUMNS = {"step": 6, "loss": 9, "grad norm": 10, "tokens/s": 10, "peak memory a rank": 19, "": 0}
 
@@ -215,6 +216,25 @@ def diagnostics_table(rows: Iterable[tuple[str, str, str]]) -> Table:
     table = Table("key", "what is wrong", "what to change", show_lines=True)
     for row in rows:
         table.add_row(*(Text(cell, overflow="fold") for cell in row))
+    return table
+
+
+_MARKS = {"ok": "", "note": "[yellow]note[/yellow]", "fault": "[red]fault[/red]"}
+
+
+def findings_table(findings: Iterable[Finding]) -> Table:
+    """Return what `doctor` found, as a table."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("", "", "found", box=None, pad_edge=False)
+    table.add_column("what to do", overflow="fold")
+    part = ""
+    for each in findings:
+        mark = f"{_MARKS[each.state]} " if _MARKS[each.state] else ""
+        head = "" if each.part == part else f"[bold]{each.part}[/bold]"
+        table.add_row(head, escape(each.name), f"{mark}{escape(each.value)}", escape(each.fix))
+        part = each.part
     return table
 
 
