@@ -5,6 +5,7 @@ Everything is reached through `get_platform()`; no framework is imported before 
 
 from __future__ import annotations
 
+from hp_platform.debugging import breakpoint
 from hp_platform.groups import (
     GroupOptions,
     destroy_process_group,
@@ -26,6 +27,7 @@ __all__ = [
     "GroupOptions",
     "LostRankError",
     "Platform",
+    "breakpoint",
     "count_collectives",
     "destroy_process_group",
     "get_backend",

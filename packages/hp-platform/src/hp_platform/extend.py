@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hp_platform.agreement import agree, describe, gather_bytes, share_bytes
+from hp_platform.debugging import TERMINAL, inspect_error, open_debugger
 from hp_platform.flight import Flight, beating, note_step, read_flight, record_flight
 from hp_platform.groups import init_on_this_machine, own_rank, when_groups_end
 from hp_platform.hang_reports import (
@@ -41,6 +42,7 @@ __all__ = [
     "PLATFORMS",
     "Place",
     "SettingError",
+    "TERMINAL",
     "TreeSum",
     "agree",
     "ask_for_stacks",
@@ -58,11 +60,13 @@ __all__ = [
     "inside_launcher",
     "launch_command",
     "launcher_place",
+    "inspect_error",
     "lazy_exports",
     "load_port",
     "map_nested",
     "note_step",
     "observers",
+    "open_debugger",
     "own_rank",
     "platform_name",
     "process_state",

@@ -47,6 +47,7 @@ from hp_platform.extend import (
 from hyper_parallel import checkpoints, pipeline, worker
 from hyper_parallel.checking import check_first_call, check_run
 from hyper_parallel.data.command import app as data_app
+from hyper_parallel.debugging import hand_over_terminal
 from hyper_parallel.display import findings_table, make_console, settings_table, verify_table
 from hyper_parallel.doctor import examine_machine
 from hyper_parallel.launch import Job, Resume
@@ -100,6 +101,10 @@ def train(
     until: Annotated[
         int | None, typer.Option(min=1, help="Stop after this step, with a checkpoint.", show_default=False)
     ] = None,
+    debug_rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="Give this rank the terminal at breakpoint() and where it fails.", show_default=False),
+    ] = None,
     assignments: Set = None,
     json_lines: Json = False,
 ) -> None:
@@ -117,13 +122,18 @@ def train(
         if data:
             _override(tables, "data", "paths", list(data))
         ranks = _prepare(tables, nproc)
+        if debug_rank is not None and debug_rank >= ranks:
+            raise SettingError(f"--debug-rank {debug_rank}: the {ranks} ranks are 0 to {ranks - 1}")
         checked = _checked(tables, ranks, training=True)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
         folder = prepare_folder(out, name=plan.stem, resume=resume != "no") if leads() else Path()
         if resume != "no" and not inside_launcher():
             check_resume(checked, folder)
         with claimed(folder) if leads() else nullcontext(), saying_what_is_saved(folder):
-            _run(worker.train_rank, Job(checked, folder, json_lines, resume, until), ranks)
+            if debug_rank is not None:
+                hand_over_terminal()
+            job = Job(checked, folder, json_lines, resume, until, debug_rank=debug_rank)
+            _run(worker.train_rank, job, ranks)
 
 
 @app.command()

@@ -32,6 +32,7 @@ class Job:
         until: stop after this step; None trains to the last.
         events: where rank 0 writes what happens, for the launcher to show; None: rank 0 shows it itself.
         flights: where ranks note their collectives for the launcher's watch (`hanging`); None: they don't.
+        debug_rank: the rank that a person debugs in the terminal; no time limit ends the others meanwhile.
     """
 
     plan: ParallelPlan
@@ -41,6 +42,12 @@ class Job:
     until: int | None = None
     events: Path | None = None
     flights: Path | None = None
+    debug_rank: int | None = None
+
+    @property
+    def hang_after(self) -> float:
+        """Seconds after which ranks that don't go on are ended; 0: never."""
+        return self.plan.run.hang_after if self.debug_rank is None else 0.0
 
 
 class RankFailure(RuntimeError):

@@ -10,7 +10,8 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hp_plan.extend import verifier
 from hp_platform import get_platform
 from hp_platform.extend import end_with_parent, launcher_place, record_flight, watch_parent
 from hyper_parallel.data import has_tokens
+from hyper_parallel.debugging import debugged
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.ends import leave_together, tell_end
 from hyper_parallel.events import EventWriter
@@ -36,6 +38,7 @@ from hyper_parallel.sinks import JsonLines, Sink, open_sinks
 from hyper_parallel.stopping import Stop
 
 _PATIENCE = 20.0
+_FOR_A_PERSON = timedelta(days=30)
 _FORMAT = warnings.formatwarning
 
 
@@ -86,8 +89,9 @@ def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
     if job.flights is not None and place.rank >= 0:
         record_flight(job.flights, place.rank)
     try:
-        hp_platform.init_process_group()
-        yield
+        hp_platform.init_process_group(timeout=None if job.debug_rank is None else _FOR_A_PERSON)
+        with nullcontext() if job.debug_rank is None else debugged(place, job.debug_rank):
+            yield
         # Ranks end together: rank 0 has more to do at the end, and may fail in it. A process that ends while gloo's
         # threads still let go of its last collective's tensors is aborted.
         get_platform().collectives.barrier()

@@ -92,7 +92,7 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
                 reader.poll()
 
         watched = stack.enter_context(_Msrun(folder, ranks))
-        watch = stack.enter_context(watching(folder, ranks, plan.run.hang_after, plan.mesh.axes))
+        watch = stack.enter_context(watching(folder, ranks, job.hang_after, plan.mesh.axes))
         try:
             with _signals_raise():
                 watched.wait(show)

@@ -90,7 +90,7 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
     plan = job.plan
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as name:
         job = dataclasses.replace(job, flights=Path(name))
-        with watching(Path(name), ranks, plan.run.hang_after, plan.mesh.axes) as watch:
+        with watching(Path(name), ranks, job.hang_after, plan.mesh.axes) as watch:
             try:
                 return elastic_launch(config, work)(job)
             except ChildFailedError as error:
