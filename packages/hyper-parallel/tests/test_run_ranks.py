@@ -97,8 +97,10 @@ def test_what_is_refused_before_ranks_start(monkeypatch):
 
 
 WAITS = """
-import os, time
+import os, signal, time
 from hyper_parallel import run_ranks
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell's background job lacks
 
 def wait():
     print("process", os.getpid(), flush=True)
