@@ -158,6 +158,7 @@ def test_running_statistics_are_refused():
 
 def test_msrun_is_told_how_many_ranks(monkeypatch):
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    monkeypatch.setenv("MS_WORKER_NUM", "3")
     (text,) = texts(tables(mesh={"tp": 2}), 3)
     assert text.endswith("; start 2 ranks (msrun --worker_num=2 --local_worker_num=2) or change the sizes in [mesh]")
 

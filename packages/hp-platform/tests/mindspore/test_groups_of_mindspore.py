@@ -72,6 +72,7 @@ def test_mccl_is_initialised_once_in_a_process():
 
 def test_without_msrun_the_error_names_it(monkeypatch):
     monkeypatch.delenv("MS_ROLE", raising=False)
+    monkeypatch.setenv("RANK", "0")  # torchrun's, which MindSpore doesn't read
     with pytest.raises(RuntimeError, match="start this program with msrun .* or pass store or init_method"):
         hp_platform.init_process_group()
     with pytest.raises(ValueError, match="need rank and world_size, got rank=-1, world_size=2"):

@@ -180,7 +180,7 @@ def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(folder):
 # Work for ranks without MindSpore; msrun's scheduler does it, too.
 WORK = """
 import os, time
-from hyper_parallel.launch import launcher_place
+from hp_platform.extend import launcher_place
 
 def hang(job):
     rank = launcher_place().rank
