@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -91,7 +92,18 @@ def explanation(kind: str, message: str, trace: str) -> str:
 
 
 class Interrupted(RuntimeError):
-    """A run that a signal ended, all ranks with it."""
+    """A run that a signal ended, all ranks with it.
+
+    Args:
+        number: of the signal.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(f"{signal.Signals(number).name}: all ranks are ended")
 
 
 def divide_threads(ranks: int) -> int:

@@ -32,7 +32,7 @@ def user_errors() -> Iterator[None]:
         show_diagnostics(error.diagnostics)
     except Interrupted as error:
         say(f"interrupted by {error}")
-        raise typer.Exit(130) from None
+        raise typer.Exit(128 + error.number) from None
     except (*_ADVISED, RankFailure, ImportError, OSError) as error:
         if inside_launcher() and not isinstance(error, _ADVISED):
             raise
@@ -57,9 +57,9 @@ def saying_what_is_saved(folder: Path) -> Iterator[None]:
         # A failure may be that of an older checkpoint, which can't be read or doesn't fit.
         if steps and (isinstance(error, Interrupted) or steps[-1] > before):
             typer.echo(f"note: go on from step {steps[-1]} by --resume auto --out {folder}", err=True)
-        elif isinstance(error, Interrupted) and str(error).startswith("SIGINT") and (folder / METRICS).exists():
-            fix = "SIGTERM in place of Ctrl-C saves one, run.checkpoint_every = N one every N steps"
-            typer.echo(f"note: the run has no checkpoint; {fix}", err=True)
+        elif isinstance(error, Interrupted) and (folder / METRICS).exists():
+            fix = "it was not left run.stop_within seconds to save one; run.checkpoint_every = N saves every N steps"
+            typer.echo(f"note: the run has no checkpoint: {fix}", err=True)
         raise
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM, by which clusters take machines away: a run ends after its step, with a checkpoint."""
+"""SIGTERM, by which clusters take machines away, and Ctrl-C: a run ends after its step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import threading
 from types import FrameType
 
-_STATUS = 128 + signal.SIGTERM
 _RETURNED = 0.5  # seconds, by when a rank's result is in the launcher's pipe
 
 
@@ -26,14 +25,16 @@ class Stop:
         self._within, self.asked = within, False
 
     def listen(self) -> None:
-        """Take SIGTERM as a request to stop."""
+        """Take SIGTERM as a request to stop, and SIGINT where no launcher of ours takes it."""
         signal.signal(signal.SIGTERM, self._hear)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            os._exit(_STATUS)
+            os._exit(128 + number)
         self.asked = True
-        _after(self._within, _STATUS)
+        _after(self._within, 128 + number)
 
     def end(self) -> None:
         """End a rank that was forked and whose work is done, if it was asked to stop.
@@ -51,3 +52,9 @@ def _after(seconds: float, status: int) -> None:
     timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()
+
+
+def say_first_interrupt() -> None:
+    """Say what the first Ctrl-C does."""
+    sys.stderr.write("note: the run ends after this step, and is saved; Ctrl-C again ends it at once\n")
+    sys.stderr.flush()

@@ -77,9 +77,10 @@ def first_call_rank(job: Job) -> str | None:
 @contextmanager
 def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
     """Run the work inside a process group; the first rank that fails is the one that is reported."""
-    # Ctrl-C reaches every process of a terminal; the launcher reports it for all.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    if multiprocessing.parent_process() is not None:
+    # Ctrl-C reaches every process of a terminal. The launcher that has forked this one asks it to stop by SIGTERM.
+    forked = multiprocessing.parent_process() is not None
+    signal.signal(signal.SIGINT, signal.SIG_IGN if forked else lambda *_: os._exit(130))
+    if forked:
         end_with_parent()
     else:  # Whoever started this may have done so from a thread that ends.
         watch_parent()

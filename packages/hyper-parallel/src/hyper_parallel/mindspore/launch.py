@@ -28,6 +28,7 @@ from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads
 from hyper_parallel.mindspore.process import peer_lost
 from hyper_parallel.mindspore.rank import JOB, OUTPUT
 from hyper_parallel.notes import show_notes
+from hyper_parallel.stopping import say_first_interrupt
 
 Result = TypeVar("Result")
 
@@ -108,9 +109,12 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
                 raise
             raise RankFailure(*hung) from None
         except _Signalled as error:
-            if error.number == signal.SIGTERM:
-                watched.stop(plan.run.stop_within, show)
-            raise Interrupted(f"{error}: all ranks are ended") from None
+            if error.number == signal.SIGINT:
+                say_first_interrupt()
+            if error.number in (signal.SIGTERM, signal.SIGINT):
+                with contextlib.suppress(_Signalled), _signals_raise():  # a second one ends the ranks at once
+                    watched.stop(plan.run.stop_within, show)
+            raise Interrupted(error.number) from None
         return {rank: pickle.loads((folder / f"rank{rank}.result").read_bytes()) for rank in range(ranks)}
 
 

@@ -8,6 +8,7 @@ be forked). It is started before the plan is checked, so that its imports run me
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -16,8 +17,9 @@ import os
 import signal
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from hp_plan import ParallelPlan
@@ -25,6 +27,7 @@ from hyper_parallel.ends import ended_alike
 from hyper_parallel.hanging import last_move, watching
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads, explanation
 from hyper_parallel.notes import show_notes
+from hyper_parallel.stopping import say_first_interrupt
 
 Result = TypeVar("Result")
 
@@ -86,13 +89,15 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
         monitor_interval=0.1,
         start_method="forkserver",
         logs_specs=DefaultLogsSpecs(),
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # of SIGINT: `_interrupts`
     )
     plan = job.plan
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as name:
         job = dataclasses.replace(job, flights=Path(name))
         with watching(Path(name), ranks, job.hang_after, plan.mesh.axes) as watch:
             try:
-                return elastic_launch(config, work)(job)
+                with _interrupts() as interrupts:
+                    return elastic_launch(config, work)(job)
             except ChildFailedError as error:
                 show_notes(job, ranks)
                 text = ended_alike(Path(name), ranks)
@@ -101,7 +106,28 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
                 hung = watch.failure if watch is not None else None
                 raise RankFailure(*(hung or _first_failure(error, Path(name), plan.mesh.axes))) from None
             except SignalException as error:
-                raise Interrupted(f"{signal.Signals(error.sigval).name}: all ranks are ended") from None
+                raise Interrupted(signal.SIGINT if interrupts else error.sigval) from None
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Let Ctrl-C ask the ranks to save and end, as SIGTERM does, and a second one end them at once."""
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if len(heard) == 1:
+            say_first_interrupt()
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield heard
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _silence_torchrun() -> None:
