@@ -27,7 +27,7 @@ from hp_plan.outline import (
     never_called,
     positions,
 )
-from hp_plan.packing import check_packing
+from hp_plan.packing import check_answers, check_packing
 from hp_plan.pipelines import check_pipeline
 from hp_plan.plan import ParallelPlan
 from hp_plan.tables import StyleChoice, choose_styles, packed_experts
@@ -145,7 +145,7 @@ def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     """Check the plan against the model's names and shapes."""
     diagnostics = [*_check_groups(plan, model), *_check_length(plan, model), *check_auxiliary_loss(plan, model)]
     diagnostics += [*_check_optimizer(plan, model), *check_attention(plan, model, blocks_of(model))]
-    diagnostics += [*check_packing(plan, model), *check_balance(plan, model)]
+    diagnostics += [*check_packing(plan, model), *check_answers(plan, model), *check_balance(plan, model)]
     diagnostics += [*check_activations(plan, model), *check_compiled(plan, model)]
     if plan.mesh.tp == plan.mesh.ep == 1 and isinstance(plan.styles, str):
         return diagnostics  # No table is looked up where none is used.

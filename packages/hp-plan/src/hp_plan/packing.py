@@ -1,4 +1,4 @@
-"""Packing of documents in a plan: which models keep them apart."""
+"""Samples of several documents, or of answers to train: which models a plan can take for them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ PACKING = (
     "starcoder2",
 )
 _LEAVE = "write packing = false in [data]"
+
+
+def check_answers(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
+    """Refuse examples to fine-tune on for models whose loss is not known to leave tokens out."""
+    section = plan.data
+    if section.format == "text" or model.config is not None:
+        return []
+    message = f"the loss of {model.type_name} is not known to leave out the tokens of a prompt"
+    return [
+        Diagnostic("data.format", message, "write format = 'text', or take a causal language model of transformers")
+    ]
 
 
 def check_packing(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:

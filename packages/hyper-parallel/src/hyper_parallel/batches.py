@@ -63,7 +63,8 @@ class Batches:
                 self._read = None
                 return Batch(rows, time.perf_counter() - begun)
             self._begin(sample + self._batches * self._size)
-        rows = self._read[place * self._count : (place + 1) * self._count]
+        count = len(self._read) // self._batches  # a sample may have several rows
+        rows = self._read[place * count : (place + 1) * count]
         return Batch(rows, time.perf_counter() - begun)
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ from hp_platform.extend import (
     platform_name,
     wanted_platform,
 )
-from hyper_parallel import checkpoints, pipeline, worker
+from hyper_parallel import checkpoints, pipeline, showing, worker
 from hyper_parallel.checking import check_first_call, check_run
 from hyper_parallel.data.command import app as data_app
 from hyper_parallel.debugging import hand_over_terminal
@@ -206,6 +206,24 @@ def show(plan: PlanFile, assignments: Set = None, json_lines: Json = False) -> N
             typer.echo(json.dumps([dataclasses.asdict(setting) for setting in listed]))
         else:
             make_console().print(settings_table(listed))
+
+
+@data_app.command(name="show")
+def show_data(
+    plan: PlanFile,
+    first: Annotated[int, typer.Option(min=0, help="The number of the first document.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    assignments: Set = None,
+    json_lines: Json = False,
+) -> None:
+    """Print what a plan trains on, and of which tokens a loss is taken: in green, or in brackets without colours."""
+    with user_errors():
+        tables = _read(plan, assignments)
+        _set_environment(tables, plan, run_code=False)
+        read, diagnostics = read_plan(tables)
+        if diagnostics:
+            raise PlanError(diagnostics)
+        showing.show(read, first, count, json_lines=json_lines)
 
 
 @app.command()

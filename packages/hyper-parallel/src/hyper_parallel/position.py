@@ -28,6 +28,7 @@ def order(plan: ParallelPlan, data: Sequence[Content]) -> dict[str, Any]:
         "data.sequence_length": plan.data.sequence_length,
         "data.packing": plan.data.packing,
         "data.weights": list(plan.data.weights),
+        **({} if plan.data.format == "text" else {"data.truncation": plan.data.truncation}),
         _DIGEST: [content.digest for content in data],
     }
 

@@ -20,7 +20,17 @@ from hp_plan.extend import data_parallel_rows, vocabulary
 from hp_platform import LostRankError, get_platform, manual_seed
 from hp_platform.extend import note_step
 from hyper_parallel.batches import Batches
-from hyper_parallel.data import Content, DataError, Opened, Rows, Samples, contents, open_data, open_samples
+from hyper_parallel.data import (
+    Content,
+    DataError,
+    Opened,
+    Rows,
+    Samples,
+    contents,
+    describe_cuts,
+    open_data,
+    open_samples,
+)
 from hyper_parallel.diverging import DivergedError, check_finite
 from hyper_parallel.hyperparameters import changes, hyperparameters
 from hyper_parallel.launch import Resume
@@ -81,6 +91,7 @@ class Run:
         trainer: the model under the plan, with its optimizer and schedule.
         samples: of the training data.
         contents: what the training data holds.
+        cut: says how many examples `data.truncation` has shortened, and how many it has left out; empty if none.
         checkpoints: of the run.
         step: how many are done.
         sample: the number of the next global sample.
@@ -106,6 +117,7 @@ class Run:
         self._rows = data_parallel_rows(plan)
         known = vocabulary(plan.model)
         self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=known, data=data)
+        self.cut = describe_cuts(plan.data, data)
         length = plan.data.sequence_length
         self._batches = Batches(self.samples, self._rows, plan.data.batch_size, sequence_length=length)
         self._validation = Validation(plan, self._rows, vocabulary=known) if plan.validation.paths else None

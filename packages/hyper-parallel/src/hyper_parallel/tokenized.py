@@ -14,6 +14,7 @@ from hp_plan import DataSection, ParallelPlan
 from hp_platform.extend import beating
 from hyper_parallel.data import DataError, check_data, find_files, has_tokens
 from hyper_parallel.data.documents import DOCUMENTS_IN_A_FIELD, read_documents, text_files
+from hyper_parallel.data.examples import Examples
 from hyper_parallel.data.preparing import is_prepared, prepare
 from hyper_parallel.data.tokenizing import Tokenizer, read_tokenizer
 from hyper_parallel.validation import check_validation, validation_data
@@ -106,9 +107,10 @@ def check_text_of(plan: ParallelPlan, section: DataSection) -> int | None:
             raise DataError(
                 f"{table} would be read as bytes", "name a tokenizer: data.tokenizer = 'bytes', or a folder"
             )
-        if section.field != "text":
-            message = f"data.field = {section.field!r} has no effect without data.tokenizer"
-            raise DataError(message, "leave it out", key="field")
+        for key, given in {"field": section.field, "format": section.format}.items():
+            if given != "text":
+                message = f"data.{key} = {given!r} has no effect without data.tokenizer"
+                raise DataError(message, "name one, or leave it out", key=key)
         return None
     if bounded:
         message = "data.max_bytes is for text as bytes, but this text has a tokenizer"
@@ -117,7 +119,10 @@ def check_text_of(plan: ParallelPlan, section: DataSection) -> int | None:
         message = f"{len(section.paths)} paths have {len(section.weights)} weights"
         raise DataError(message, "give one for each path", key="weights")
     lines = next((file for file in files if file.suffix in DOCUMENTS_IN_A_FIELD), None)
-    if lines is not None:  # Its first document tells whether it has the field.
+    if section.format != "text":
+        for file in files:  # Its first example tells of what kind it is, and whether the template is exact.
+            next(Examples(section.format, tokenizer).read(file), None)
+    elif lines is not None:  # Its first document tells whether it has the field.
         next(read_documents(lines, field=section.field), None)
     return tokenizer.vocabulary
 
@@ -173,7 +178,9 @@ def token_files(plan: ParallelPlan, folder: Path) -> DataSection | None:
     if tokenizer is None:
         return section
     files = _files(section, folder / TOKENS, "data")
-    if not all(is_prepared(paths, stem, tokenizer, field=section.field) for stem, paths in files.items()):
+    if not all(
+        is_prepared(paths, stem, tokenizer, field=section.field, format=section.format) for stem, paths in files.items()
+    ):
         return None
     return _of_tokens(section, [f"{stem}.bin" for stem in files])
 
@@ -194,6 +201,6 @@ def _write(section: DataSection, tokenizer: Any, folder: Path, name: str) -> lis
     folder.mkdir(parents=True, exist_ok=True)
     files = _files(section, folder, name)
     for stem, paths in files.items():
-        if not is_prepared(paths, stem, tokenizer, field=section.field):
-            prepare(paths, stem, tokenizer, field=section.field)
+        if not is_prepared(paths, stem, tokenizer, field=section.field, format=section.format):
+            prepare(paths, stem, tokenizer, field=section.field, format=section.format)
     return [f"{stem}.bin" for stem in files]

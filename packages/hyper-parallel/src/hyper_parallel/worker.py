@@ -147,7 +147,7 @@ def train(
         name, curve, sinks = run.trainer.name, Curve(), list[Sink]()
         record = begin(run.folder, plan, run.contents, step=run.step, ranks=run.ranks)
         tokens = sum(content.tokens for content in run.contents)
-        title = f"{name} of {run.trainer.size:,} parameters on {_mesh(plan)}, {tokens:,} tokens"
+        title = f"{name} of {run.trainer.size:,} parameters on {_mesh(plan)}, {tokens:,} tokens{run.cut}"
         if record is not None:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
             for values in keep_lines(run.folder / METRICS, run.step):

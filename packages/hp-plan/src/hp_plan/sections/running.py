@@ -22,6 +22,13 @@ class DataSection:
             `hyper-parallel data prepare`, and tokens once, in the run's folder. None takes the tokenizer in
             `model.path`; where there is none, too, the files' bytes are one text.
         field: with a tokenizer, the text's name in JSON lines, Parquet and Arrow files.
+        format: of JSON lines, Parquet and Arrow files: `"text"`; or examples to fine-tune on, of whose answers alone a
+            loss is taken: `"messages"` (a list of messages with `role` and `content`, and maybe `tools`, written by the
+            tokenizer's chat template), `"prompt-completion"`, or `"preference"` (`prompt`, `chosen` and `rejected`, for
+            an objective that compares two answers). Prompts and answers are text, or lists of messages. Each sample is
+            one example and padding, or with `packing` as many as fit.
+        truncation: of examples longer than a sample: `"right"` keeps the beginning, `"left"` the end, `"drop"` leaves
+            them out, and `"refuse"` raises. One without an answer left is left out. A run says how many.
         weights: of token files, or of paths with a tokenizer: each path's part of the samples, in any unit; none is by
             their tokens.
         packing: of token files, or with a tokenizer: each sample holds whole documents, which don't see each other and
@@ -34,6 +41,8 @@ class DataSection:
     paths: tuple[str, ...] = ()
     tokenizer: str | None = None
     field: str = "text"
+    format: Literal["text", "messages", "prompt-completion", "preference"] = "text"
+    truncation: Literal["right", "left", "drop", "refuse"] = "right"
     weights: tuple[float, ...] = at_least(0.0, ())
     packing: bool = False
     sequence_length: int = at_least(2, 128)

@@ -7,7 +7,7 @@ any other number of ranks goes on from it.
 from hyper_parallel.data.contents import Content, contents
 from hyper_parallel.data.errors import DataError
 from hyper_parallel.data.mixture import Mixture
-from hyper_parallel.data.opening import Opened, check_data, has_tokens, open_data, open_samples
+from hyper_parallel.data.opening import Opened, check_data, describe_cuts, has_tokens, open_data, open_samples
 from hyper_parallel.data.order import permuted
 from hyper_parallel.data.packing import Packed
 from hyper_parallel.data.samples import IGNORED, Rows, Samples, Windows
@@ -29,6 +29,7 @@ __all__ = [
     "check_data",
     "check_text",
     "contents",
+    "describe_cuts",
     "find_files",
     "has_tokens",
     "open_data",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from hyper_parallel.data.preparing import prepare
 from hyper_parallel.data.tokenizing import read_tokenizer
 from hyper_parallel.reporting import user_errors
+
+Format = Literal["text", "messages", "prompt-completion", "preference"]
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
 
@@ -36,6 +38,9 @@ def prepare_data(
         typer.Option(help="Text of the token after each document; by default the folder's.", show_default=False),
     ] = None,
     field: Annotated[str, typer.Option(help="The text's name in JSON lines, Parquet and Arrow files.")] = "text",
+    format: Annotated[
+        Format, typer.Option(help="What a row is: text, or examples to fine-tune on; also writes STEM.mask.")
+    ] = "text",
 ) -> None:
     """Tokenize files once into memory-mapped files that plans train on; goes on where it was interrupted."""
     with user_errors():
@@ -44,6 +49,7 @@ def prepare_data(
             out,
             read_tokenizer(tokenizer, end=end),
             field=field,
+            format=format,
             progress=lambda file, tokens: typer.echo(f"{file}: {tokens:,} tokens", err=True),
         )
         typer.echo(f"{prepared.path}: {prepared.tokens:,} tokens in {prepared.documents:,} documents")

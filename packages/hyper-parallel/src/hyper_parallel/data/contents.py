@@ -50,7 +50,8 @@ def contents(section: DataSection, data: Opened | None = None) -> tuple[Content,
     described = []
     for path, file in zip(section.paths, opened, strict=True):
         starts = np.ascontiguousarray(file.starts, "<i8")
-        digest = _digest([np.asarray([file.tokens.itemsize], "<i8"), starts, *_blocks(file.tokens)])
+        masks = [] if file.mask is None else _blocks(file.mask)
+        digest = _digest([np.asarray([file.tokens.itemsize], "<i8"), starts, *_blocks(file.tokens), *masks])
         described.append(Content(str(Path(path)), len(file.tokens), len(file), digest))
     return tuple(described)
 

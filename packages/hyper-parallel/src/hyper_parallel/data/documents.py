@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,36 +44,76 @@ def text_files(files: Sequence[Path]) -> list[Path]:
     return [file for file in files if file.suffix != ".json" or file.parent not in arrows]
 
 
+def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read the objects of JSON lines, or the rows of a Parquet or Arrow file, each with its place for an error.
+
+    Args:
+        file: where they are.
+
+    Raises:
+        DataError: the file can't be read, a line is no object, or the file is of another kind.
+        ImportError: the file is Parquet or Arrow and pyarrow isn't installed.
+    """
+    if file.suffix == ".jsonl":
+        yield from _objects(file)
+    elif file.suffix in (".parquet", ".arrow"):
+        with _table(file) as (_, batches):
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            yield from ((f"{file}, row {number},", row) for number, row in enumerate(rows))
+    else:
+        kinds = ", ".join(DOCUMENTS_IN_A_FIELD)
+        raise DataError(f"{file} is text, which has no rows", f"give files that have: {kinds}")
+
+
 def _lines(file: Path, field: str) -> Iterator[str]:
+    for where, value in _objects(file):
+        text = value.get(field)
+        if not isinstance(text, str):
+            has = ", ".join(map(repr, value)) or "nothing"
+            message = (
+                f"{where} has {type(text).__name__} in {field!r}, not text"
+                if field in value
+                else f"{where} has no {field!r}; it has {has}"
+            )
+            raise DataError(message, "name the text's key with --field, or data.field in a plan")
+        yield text
+
+
+def _objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with open(file, encoding="utf-8") as lines:
         try:
             for number, line in enumerate(lines, 1):
-                if not line.isspace():
-                    yield _text(line, field, f"{file}, line {number},")
+                if line.isspace():
+                    continue
+                where = f"{file}, line {number},"
+                try:
+                    value: Any = json.loads(line)
+                except ValueError as error:
+                    raise DataError(f"{where} is not JSON: {error}", "mend the line, or leave the file out") from error
+                if not isinstance(value, dict):
+                    message = f"{where} is a {type(value).__name__}, not an object"
+                    raise DataError(message, 'write {"text": ...}, or the keys of data.format')
+                yield where, value
         except UnicodeDecodeError as error:
             raise DataError(f"{file} is not UTF-8: {error}", "convert it, or leave it out") from error
 
 
-def _text(line: str, field: str, where: str) -> str:
-    try:
-        value: Any = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}", "mend the line, or leave the file out") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{where} is a {type(value).__name__}, not an object", f'write {{"{field}": ...}}')
-    text = value.get(field)
-    if isinstance(text, str):
-        return text
-    has = ", ".join(map(repr, value)) or "nothing"
-    message = (
-        f"{where} has {type(text).__name__} in {field!r}, not text"
-        if field in value
-        else f"{where} has no {field!r}; it has {has}"
-    )
-    raise DataError(message, "name the text's key with --field, or data.field in a plan")
-
-
 def _rows(file: Path, field: str) -> Iterator[str]:
+    with _table(file) as (names, batches):
+        if field not in names:
+            message = f"{file} has no column {field!r}; it has {', '.join(names)}"
+            raise DataError(message, "name the text's column with --field, or data.field in a plan")
+        values = chain.from_iterable(batch.column(field).to_pylist() for batch in batches)
+        for number, value in enumerate(values):
+            if not isinstance(value, str):
+                message = f"{file}, row {number}, has {type(value).__name__} in {field!r}, not text"
+                raise DataError(message, "name a column of strings with --field, or data.field in a plan")
+            yield value
+
+
+@contextmanager
+def _table(file: Path) -> Iterator[tuple[Sequence[str], Iterable[Any]]]:
+    """Open a Parquet or Arrow file; yield the names of its columns, and its batches."""
     try:
         names = ("pyarrow", "pyarrow.ipc", "pyarrow.parquet")
         pyarrow, ipc, parquet = (importlib.import_module(name) for name in names)
@@ -82,18 +123,9 @@ def _rows(file: Path, field: str) -> Iterator[str]:
         with pyarrow.memory_map(str(file)) as source:
             if file.suffix == ".parquet":
                 table = parquet.ParquetFile(source)
-                names, batches = table.schema_arrow.names, table.iter_batches()
+                yield table.schema_arrow.names, table.iter_batches()
             else:
                 batches = ipc.open_stream(source)
-                names = batches.schema.names
-            if field not in names:
-                message = f"{file} has no column {field!r}; it has {', '.join(names)}"
-                raise DataError(message, "name the text's column with --field, or data.field in a plan")
-            values = chain.from_iterable(batch.column(field).to_pylist() for batch in batches)
-            for number, value in enumerate(values):
-                if not isinstance(value, str):
-                    message = f"{file}, row {number}, has {type(value).__name__} in {field!r}, not text"
-                    raise DataError(message, "name a column of strings with --field, or data.field in a plan")
-                yield value
+                yield batches.schema.names, batches
     except pyarrow.ArrowException as error:
         raise DataError(f"{file} can't be read: {error}", "leave it out, or write it again") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from hp_plan import DataSection
 from hyper_parallel.data.errors import DataError
 from hyper_parallel.data.mixture import Mixture
-from hyper_parallel.data.packing import Joined, Packed
+from hyper_parallel.data.packing import Cut, Joined, Packed, Padded
 from hyper_parallel.data.samples import Rows, Samples, Windows
 from hyper_parallel.data.text import VOCABULARY, check_text, read_text
 from hyper_parallel.data.tokens import TokenFile, beyond
@@ -55,12 +56,46 @@ def open_samples(
     sources: list[Samples] = []
     for number, group in enumerate([[file] for file in files] if section.weights else [files]):
         source: Samples
-        if section.packing:
+        if section.format != "text":
+            examples, pairs = cut_examples(section, group), section.format == "preference"
+            kind = Packed(examples, length, seed=seed + number) if section.packing else None
+            source = kind or Padded(examples, length, seed=seed + number, width=2 if pairs else 1)
+        elif section.packing:
             source = Packed(group[0] if len(group) == 1 else Joined(group), length, seed=seed + number)
         else:
             source = Windows([file.tokens for file in group], length, seed=seed + number)
         sources.append(_Checked(source, group, vocabulary))
     return sources[0] if len(sources) == 1 else Mixture(sources, section.weights, seed=seed)
+
+
+def cut_examples(section: DataSection, files: Sequence[TokenFile]) -> Cut:
+    """Return the examples of files, none longer than a sample.
+
+    Args:
+        section: of the plan.
+        files: with masks.
+
+    Raises:
+        DataError: one is longer, and the plan refuses that; or none is left.
+    """
+    documents = files[0] if len(files) == 1 else Joined(files)
+    together = 2 if section.format == "preference" else 1
+    return Cut(documents, section.sequence_length, section.truncation, together=together)
+
+
+def describe_cuts(section: DataSection, data: Opened) -> str:
+    """Say how many examples are shortened or left out; empty where none is.
+
+    Args:
+        section: of the plan.
+        data: what `open_data` has opened of it.
+    """
+    if section.format == "text" or not isinstance(data, list):
+        return ""
+    cut = cut_examples(section, data)
+    texts = [f"{cut.shortened:,} examples cut to {section.sequence_length}"] if cut.shortened else []
+    texts += [f"{cut.dropped:,} examples left out"] if cut.dropped else []
+    return "".join(f", {text}" for text in texts)
 
 
 def check_data(section: DataSection) -> int:
@@ -70,8 +105,8 @@ def check_data(section: DataSection) -> int:
         DataError: nothing to read, files that don't fit together, less than one sample, or options without effect.
     """
     if not has_tokens(section):
-        for name in ("packing", "weights"):
-            if getattr(section, name):
+        for name, given in {**_given(section, "packing", "weights"), "format": section.format != "text"}.items():
+            if given:
                 message = f"{name} is for token files, but the data is text as bytes"
                 fix = "write token files with hyper-parallel data prepare, or leave it out"
                 raise DataError(message, fix, key=name)
@@ -81,8 +116,24 @@ def check_data(section: DataSection) -> int:
     if section.weights and len(section.weights) != len(section.paths):
         message = f"{len(section.paths)} paths have {len(section.weights)} weights"
         raise DataError(message, "give one for each path", key="weights")
+    if section.weights and section.format == "preference":
+        raise DataError("pairs of answers are not mixed by weights", "leave weights out", key="weights")
+    _check_masks(section)
     check_count(section, len(open_samples(section, seed=0)))
     return max(map(_vocabulary, section.paths))
+
+
+def _given(section: DataSection, *names: str) -> dict[str, bool]:
+    return {name: bool(getattr(section, name)) for name in names}
+
+
+def _check_masks(section: DataSection) -> None:
+    """Check that token files have masks where the format of the data has, and nowhere else."""
+    for path in section.paths:
+        masked, described = TokenFile(path).mask is not None, _described(path).get("format", "text")
+        if masked != (section.format != "text") or (masked and described != section.format):
+            message = f"{path} was prepared as {described!r}, but data.format is {section.format!r}"
+            raise DataError(message, f"write format = {described!r}, or prepare the data again", key="format")
 
 
 def check_count(section: DataSection, samples: int) -> None:
@@ -119,13 +170,30 @@ def has_tokens(section: DataSection) -> bool:
 
 def _vocabulary(path: str) -> int:
     """Return the vocabulary that a file's description names; 0 if there is no description."""
-    described = Path(path).with_suffix(".json")
-    if not described.is_file():
-        return 0
+    described = _described(path)
     try:
-        return int(json.loads(described.read_text(encoding="utf-8"))["vocabulary"])
+        return int(described["vocabulary"]) if described else 0
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{described} can't be read: {error!r}", "remove it, or prepare the data again") from error
+        raise _unreadable(path, error) from error
+
+
+def _described(path: str) -> dict[str, Any]:
+    """Return the description of a token file; empty if there is none."""
+    file = Path(path).with_suffix(".json")
+    if not file.is_file():
+        return {}
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+    if not isinstance(described, dict):
+        raise _unreadable(path, TypeError(f"a {type(described).__name__}"))
+    return described
+
+
+def _unreadable(path: str, error: Exception) -> DataError:
+    file = Path(path).with_suffix(".json")
+    return DataError(f"{file} can't be read: {error!r}", "remove it, or prepare the data again")
 
 
 class _Checked:

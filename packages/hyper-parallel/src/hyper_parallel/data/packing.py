@@ -23,6 +23,10 @@ class Documents(Protocol):
         """Return the tokens of a document."""
         ...
 
+    def trained(self, number: int) -> NDArray[np.uint8] | None:
+        """Return for each token of a document whether a loss is taken of it; None where one is taken of all."""
+        ...
+
 
 class Joined:
     """The documents of several sources, one source after the other.
@@ -39,8 +43,107 @@ class Joined:
 
     def document(self, number: int) -> NDArray[Any]:
         """Return the tokens of a document."""
+        source, own = self._place(number)
+        return source.document(own)
+
+    def trained(self, number: int) -> NDArray[np.uint8] | None:
+        """Return for each token of a document whether a loss is taken of it; None where one is taken of all."""
+        source, own = self._place(number)
+        return source.trained(own)
+
+    def _place(self, number: int) -> tuple[Documents, int]:
         source = int(np.searchsorted(self._ends, number, side="right"))
-        return self._sources[source].document(number - (int(self._ends[source - 1]) if source else 0))
+        return self._sources[source], number - (int(self._ends[source - 1]) if source else 0)
+
+
+class Cut:
+    """Documents to fine-tune on, none longer than a row.
+
+    Args:
+        documents: with masks.
+        length: of a row.
+        policy: of a longer one: "right" keeps its beginning, "left" its end, "drop" leaves it out, "refuse" raises. One
+            that has no token to train left is left out.
+        together: so many documents are kept or left out together: 2 for pairs.
+
+    Attributes:
+        starts: of each document, and the end of the last.
+        shortened: how many documents were cut.
+        dropped: how many were left out.
+
+    Raises:
+        DataError: a document is longer, and the policy refuses that; or none is left.
+    """
+
+    def __init__(self, documents: Documents, length: int, policy: str, *, together: int = 1) -> None:
+        self._documents, self._left = documents, policy == "left"
+        sizes = np.diff(documents.starts)
+        longer = np.flatnonzero(sizes > length)
+        if longer.size and policy == "refuse":
+            message = f"example {longer[0]} has {sizes[longer[0]]} tokens, and a sample takes {length}"
+            raise DataError(message, f"make data.sequence_length {sizes.max()}, or name another data.truncation")
+        kept = np.ones(len(sizes), bool)
+        for number in longer.tolist():
+            mask = documents.trained(number)
+            left = mask if mask is None else mask[-length:] if self._left else mask[:length]
+            kept[number] = policy != "drop" and (left is None or bool(left[1:].any()))
+        kept = kept.reshape(-1, together).all(1).repeat(together)
+        self._numbers = np.flatnonzero(kept)
+        own = np.minimum(sizes[self._numbers], length)
+        self.shortened, self.dropped = int((sizes[self._numbers] > length).sum()), int((~kept).sum())
+        self.starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(own, dtype=np.int64)])
+        if not self._numbers.size:
+            message = f"no example has a token to train in {length} tokens"
+            raise DataError(message, "make data.sequence_length larger")
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def document(self, number: int) -> NDArray[Any]:
+        """Return the tokens of a document that are left."""
+        return self._part(self._documents.document(int(self._numbers[number])), number)
+
+    def trained(self, number: int) -> NDArray[np.uint8] | None:
+        """Return for each of them whether a loss is taken of it; None where one is taken of all."""
+        mask = self._documents.trained(int(self._numbers[number]))
+        return None if mask is None else self._part(mask, number)
+
+    def _part(self, values: NDArray[Any], number: int) -> NDArray[Any]:
+        size = int(self.starts[number + 1] - self.starts[number])
+        return values[len(values) - size :] if self._left else values[:size]
+
+
+class Padded:
+    """Rows of `sequence_length` tokens, each a document and padding after it, in an order that begins anew each epoch.
+
+    No attention mask is needed: what comes after a token is not seen by a causal model.
+
+    Args:
+        documents: none longer than a row.
+        sequence_length: tokens of a row.
+        seed: of the order.
+        width: documents of a sample, which follow each other.
+        padding: the token that fills the end of a row.
+    """
+
+    def __init__(
+        self, documents: Documents, sequence_length: int, *, seed: int, width: int = 1, padding: int = 0
+    ) -> None:
+        self._documents, self._length, self._seed, self._padding = documents, sequence_length, seed, padding
+        self._width = width
+
+    def __len__(self) -> int:
+        return (len(self._documents.starts) - 1) // self._width
+
+    def rows(self, numbers: NDArray[np.int64]) -> Rows:
+        """Return the samples of these numbers, `width` rows each."""
+        chosen = permuted(np.asarray(numbers, dtype=np.int64), count=len(self), seed=self._seed)
+        documents = (chosen[:, None] * self._width + np.arange(self._width)).ravel()
+        rows = _empty(len(documents), self._length, self._padding)
+        sizes = np.diff(self._documents.starts)
+        for place, document in enumerate(documents.tolist()):
+            _fill(rows[place], self._documents, [Piece(document, 0, int(sizes[document]))])
+        return rows
 
 
 class Piece(NamedTuple):
@@ -92,26 +195,13 @@ class Packed:
         numbers = np.asarray(numbers, dtype=np.int64)
         while numbers.size and (not self._ends or self._ends[-1] <= int(numbers.max())):
             self._count_next()
-        shape = (len(numbers), self._length)
-        rows = Rows(
-            np.full(shape, self._padding, np.int64), np.full(shape, IGNORED, np.int64), np.zeros(shape, np.int64)
-        )
+        rows = _empty(len(numbers), self._length, self._padding)
         windows = np.searchsorted(np.array(self._ends), numbers, side="right")
         for place in np.argsort(windows, kind="stable"):
             window = int(windows[place])
             first = self._ends[window - 1] if window else 0
-            self._fill(rows[int(place)], self._pack(window)[int(numbers[place]) - first])
+            _fill(rows[int(place)], self._documents, self._pack(window)[int(numbers[place]) - first])
         return rows
-
-    def _fill(self, row: Rows, pieces: Sequence[Piece]) -> None:
-        place = 0
-        for piece in pieces:
-            tokens = self._documents.document(piece.document)[piece.start : piece.start + piece.length]
-            row.tokens[place : place + piece.length] = tokens
-            row.labels[place + 1 : place + piece.length] = tokens[1:]
-            row.positions[place : place + piece.length] = np.arange(piece.length)
-            place += piece.length
-        row.positions[place:] = np.arange(self._length - place)
 
     def _count_next(self) -> None:
         self._ends.append((self._ends[-1] if self._ends else 0) + len(self._pack(len(self._ends))))
@@ -126,6 +216,25 @@ class Packed:
             order = permuted(np.arange(len(rows)), count=max(1, len(rows)), seed=self._seed + window + 1)
             self._packed = window, [rows[row] for row in order]
         return self._packed[1]
+
+
+def _empty(count: int, length: int, padding: int) -> Rows:
+    shape = (count, length)
+    return Rows(np.full(shape, padding, np.int64), np.full(shape, IGNORED, np.int64), np.zeros(shape, np.int64))
+
+
+def _fill(row: Rows, documents: Documents, pieces: Sequence[Piece]) -> None:
+    """Write pieces of documents into a row, one after the other."""
+    place = 0
+    for piece in pieces:
+        own = slice(piece.start, piece.start + piece.length)
+        tokens, trained = documents.document(piece.document)[own], documents.trained(piece.document)
+        row.tokens[place : place + piece.length] = tokens
+        labels = tokens if trained is None else np.where(trained[own], tokens.astype(np.int64), IGNORED)
+        row.labels[place + 1 : place + piece.length] = labels[1:]
+        row.positions[place : place + piece.length] = np.arange(piece.length)
+        place += piece.length
+    row.positions[place:] = np.arange(len(row.positions) - place)
 
 
 def pack(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from hyper_parallel.data.documents import read_documents, text_files
 from hyper_parallel.data.errors import DataError
+from hyper_parallel.data.examples import Examples, chat_digest
 from hyper_parallel.data.text import find_files
 from hyper_parallel.data.tokenizing import Tokenizer
 from hyper_parallel.data.tokens import TokenFile, write_tokens
@@ -31,6 +33,7 @@ class Prepared:
         vocabulary: of the tokenizer.
         tokenizer: its digest.
         field: the text's name in JSON lines and tables.
+        format: of the data, as `[data] format`.
         sources: the SHA-256 of each file that was read.
     """
 
@@ -40,6 +43,7 @@ class Prepared:
     vocabulary: int
     tokenizer: str
     field: str
+    format: str
     sources: dict[str, str]
 
 
@@ -49,6 +53,7 @@ def prepare(
     tokenizer: Tokenizer,
     *,
     field: str = "text",
+    format: str = "text",
     progress: Callable[[Path, int], None] = lambda file, tokens: None,
 ) -> Prepared:
     """Tokenize files into one pair of token files, `out.bin` and `out.idx`, with `out.json` to say what they are.
@@ -61,6 +66,8 @@ def prepare(
         out: of the files, without the suffix.
         tokenizer: what tokenizes; its `end` follows each document.
         field: the text's name in JSON lines and Parquet files.
+        format: what a row is: "text", or examples to fine-tune on, as `[data] format` names them; of these `out.mask`
+            tells which tokens are trained.
         progress: called after each file with its number of tokens.
 
     Raises:
@@ -70,32 +77,43 @@ def prepare(
     parts = stem.with_name(stem.name + ".parts")
     parts.mkdir(parents=True, exist_ok=True)
     files = text_files(find_files(paths))
-    digests = {str(file): _digest(file) for file in files}
+    digests, masked = {str(file): _digest(file) for file in files}, format != "text"
+    digest = chat_digest(tokenizer, format)
     done: list[TokenFile] = []
     for file in files:
-        of_part = hashlib.sha256(f"{digests[str(file)]} {tokenizer.digest} {field} {file.suffix}".encode()).hexdigest()
+        of_part = hashlib.sha256(f"{digests[str(file)]} {digest} {field} {file.suffix}".encode()).hexdigest()
         part = parts / of_part[:32]
         if not part.with_name(part.name + ".idx").exists():
-            documents = _tokenized(file, read_documents(file, field=field), tokenizer)
+            documents: Iterator[Any]
+            if masked:
+                documents = ((each.tokens, each.trained) for each in Examples(format, tokenizer).read(file))
+            else:
+                documents = _tokenized(file, read_documents(file, field=field), tokenizer)
             first = next(documents, None)
             if first is None:
                 continue
-            write_tokens(part, chain([first], documents), vocabulary=tokenizer.vocabulary)
+            write_tokens(part, chain([first], documents), vocabulary=tokenizer.vocabulary, masked=masked)
         done.append(TokenFile(part))
         progress(file, len(done[-1].tokens))
     if not done:
         raise DataError(f"the {len(files)} files have no text", "give files with text")
-    together = (part.document(number) for part in done for number in range(len(part)))
-    tokens = write_tokens(stem, together, vocabulary=tokenizer.vocabulary)
+    places = ((part, number) for part in done for number in range(len(part)))
+    together = ((p.document(n), p.trained(n)) if masked else p.document(n) for p, n in places)
+    tokens = write_tokens(stem, together, vocabulary=tokenizer.vocabulary, masked=masked)
     counts = tokens, sum(map(len, done))
-    prepared = Prepared(str(stem), *counts, tokenizer.vocabulary, tokenizer.digest, field, digests)
+    prepared = Prepared(str(stem), *counts, tokenizer.vocabulary, digest, field, format, digests)
     stem.with_name(stem.name + ".json").write_text(json.dumps(asdict(prepared), indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(parts)
     return prepared
 
 
 def is_prepared(
-    paths: Sequence[str], out: str | os.PathLike[str], tokenizer: Tokenizer, *, field: str = "text"
+    paths: Sequence[str],
+    out: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    *,
+    field: str = "text",
+    format: str = "text",
 ) -> bool:
     """Return True if `prepare` with the same arguments would write what is there.
 
@@ -104,6 +122,7 @@ def is_prepared(
         out: as `prepare` takes it.
         tokenizer: as `prepare` takes it.
         field: as `prepare` takes it.
+        format: as `prepare` takes it.
 
     Raises:
         DataError: a path does not exist.
@@ -115,8 +134,9 @@ def is_prepared(
     except (OSError, ValueError):  # DataError among them
         return False
     sources = {str(file): _digest(file) for file in text_files(find_files(paths))}
-    expected = {"tokenizer": tokenizer.digest, "field": field, "sources": sources}
-    return isinstance(described, dict) and expected.items() <= described.items()
+    digest = chat_digest(tokenizer, format)
+    expected = {"tokenizer": digest, "field": field, "format": format, "sources": sources}
+    return isinstance(described, dict) and expected.items() <= {"format": "text", **described}.items()
 
 
 def _tokenized(file: Path, documents: Iterator[str], tokenizer: Tokenizer) -> Iterator[list[int]]:

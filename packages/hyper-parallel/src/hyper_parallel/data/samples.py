@@ -52,7 +52,7 @@ class Samples(Protocol):
         ...
 
     def rows(self, numbers: NDArray[np.int64]) -> Rows:
-        """Return the samples of these numbers, from 0 on without end."""
+        """Return the samples of these numbers, from 0 on without end; as many rows of each."""
         ...
 
 

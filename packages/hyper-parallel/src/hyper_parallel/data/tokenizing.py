@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hyper_parallel.data.errors import DataError
 from hyper_parallel.data.text import VOCABULARY
@@ -22,18 +22,24 @@ class Tokenizer(Protocol):
         vocabulary: number of tokens.
         end: the token after each document; None adds none.
         digest: tells tokenizers apart.
+        folder: of its files, among them the chat template; None without files.
     """
 
     vocabulary: int
     end: int | None
     digest: str
+    folder: Path | None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, without special ones."""
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text that a model goes on with, the special ones before it included."""
+        ...
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of tokens, that of special ones with `special` alone."""
         ...
 
 
@@ -80,12 +86,17 @@ class Bytes:
     vocabulary: int = VOCABULARY
     end: int | None = None
     digest: str = "bytes"
+    folder: Path | None = None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the bytes of each text."""
         return [list(text.encode("utf-8", "surrogateescape")) for text in texts]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return self.encode([text])[0]
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text; bytes that are none become replacement characters."""
         return bytes(tokens).decode("utf-8", "replace")
 
@@ -111,6 +122,7 @@ class _FromFile:
             message = f"the tokenizer {file} has no token {name!r}"
             raise DataError(message, "give the text of one of its special tokens", key="tokenizer")
         self.digest = hashlib.sha256(raw + repr(self.end).encode()).hexdigest()
+        self.folder: Path | None = file.parent
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, on as many threads as the library takes (RAYON_NUM_THREADS)."""
@@ -122,9 +134,20 @@ class _FromFile:
             raise DataError(message, "convert its file, or leave it out") from error
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text, special tokens left out."""
-        return self._tokenizer.decode(list(tokens))
+    def encoding(self, text: str) -> Any:
+        """Return tokens (`ids`) and the characters of each (`offsets`), without special ones beyond the text's."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text that a model goes on with, the special ones before it included."""
+        (own,) = self.encode([text])
+        whole = self._tokenizer.encode(text).ids
+        places = (place for place in range(len(whole) - len(own) + 1) if whole[place : place + len(own)] == own)
+        return [*whole[: next(places, 0)], *own]
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text, that of special tokens with `special` alone."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
 
 
 def _named_end(config: Path) -> str | None:

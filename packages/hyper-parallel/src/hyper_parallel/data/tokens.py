@@ -1,7 +1,11 @@
-"""Files of tokens, memory-mapped, in Megatron's format: `name.bin` has the tokens, `name.idx` the documents."""
+"""Files of tokens, memory-mapped, in Megatron's format: `name.bin` has the tokens, `name.idx` the documents.
+
+Beside them `name.mask` may have a byte for each token: 1 where a loss is taken of it, else 0.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Iterable
@@ -16,6 +20,7 @@ from hyper_parallel.data.errors import DataError
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+MASK = ".mask"
 _CODES = {np.dtype(kind): code for code, kind in _TYPES.items()}
 
 
@@ -28,6 +33,7 @@ class TokenFile:
     Attributes:
         tokens: all tokens, one document after the other; a memory map.
         starts: of each document in `tokens`, and the end of the last; int64 of shape (documents + 1,).
+        mask: for each token whether a loss is taken of it, uint8; None where one is taken of all.
 
     Raises:
         DataError: a file is missing, or one does not fit the other.
@@ -50,6 +56,17 @@ class TokenFile:
         starts = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=starts[1:])
         self.starts: NDArray[np.int64] = starts[ends]
+        self.mask: NDArray[np.uint8] | None = self._read_mask(total)
+
+    def _read_mask(self, total: int) -> NDArray[np.uint8] | None:
+        file = self.path.with_name(self.path.name + MASK)
+        if not file.is_file():
+            return None
+        size = file.stat().st_size
+        if size != total:
+            message = f"{file} has {size} bytes, but {self._file.name} has {total} tokens"
+            raise DataError(message, "prepare the data again: one of them is cut off, or of another data set")
+        return np.memmap(file, dtype=np.uint8, mode="r", shape=(total,))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -57,6 +74,10 @@ class TokenFile:
     def document(self, number: int) -> NDArray[Any]:
         """Return the tokens of a document."""
         return self.tokens[self.starts[number] : self.starts[number + 1]]
+
+    def trained(self, number: int) -> NDArray[np.uint8] | None:
+        """Return the mask of a document; None where a loss is taken of all its tokens."""
+        return None if self.mask is None else self.mask[self.starts[number] : self.starts[number + 1]]
 
     def check_unchanged(self) -> None:
         """Raise a DataError if the tokens have been written to since they were opened; another file may have the name.
@@ -98,15 +119,18 @@ def beyond(tokens: NDArray[np.int64], vocabulary: int) -> bool:
     return bool(tokens.size) and not (0 <= int(tokens.min()) and int(tokens.max()) < vocabulary)
 
 
-def write_tokens(path: str | os.PathLike[str], documents: Iterable[Any], *, vocabulary: int) -> int:
+def write_tokens(
+    path: str | os.PathLike[str], documents: Iterable[Any], *, vocabulary: int, masked: bool = False
+) -> int:
     """Write documents as a pair of files that `TokenFile`, and Megatron, read; return the number of tokens.
 
-    Both files get their names once they are complete, the index last.
+    The files get their names once they are complete, the index last.
 
     Args:
         path: of the files, without the suffix.
         documents: each a sequence of tokens; empty ones are left out.
         vocabulary: tokens take two bytes up to 65,536, four beyond.
+        masked: documents are pairs of tokens and, for each, whether a loss is taken of it; a third file has the latter.
 
     Raises:
         DataError: a token is not in the vocabulary, or there is none.
@@ -114,23 +138,28 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[Any], *, voca
     stem = Path(path)
     kind = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
     lengths: list[int] = []
-    data, index = stem.with_name(stem.name + ".bin"), stem.with_name(stem.name + ".idx")
-    parts = [file.with_name(f".{file.name}.{os.getpid()}") for file in (data, index)]
+    files = [stem.with_name(stem.name + suffix) for suffix in (".bin", *([MASK] if masked else []), ".idx")]
+    parts = [file.with_name(f".{file.name}.{os.getpid()}") for file in files]
     try:
-        with open(parts[0], "wb") as file:
+        with contextlib.ExitStack() as stack:
+            outputs = [stack.enter_context(open(part, "wb")) for part in parts[:-1]]
             for document in documents:
-                tokens = np.asarray(document, dtype=np.int64)
+                tokens = np.asarray(document[0] if masked else document, dtype=np.int64)
                 if beyond(tokens, vocabulary):
                     wrong = next(int(token) for token in tokens if not 0 <= token < vocabulary)
                     message = f"document {len(lengths)} has token {wrong}, but the vocabulary has {vocabulary}"
                     raise DataError(message, "give the vocabulary of the tokenizer")
                 if tokens.size:
-                    file.write(tokens.astype(kind).tobytes())
+                    outputs[0].write(tokens.astype(kind).tobytes())
+                    if masked:
+                        outputs[1].write(np.asarray(document[1], dtype=np.uint8).tobytes())
                     lengths.append(tokens.size)
         if not lengths:
-            raise DataError(f"there are no tokens to write to {data}", "give files with text")
-        _write_index(parts[1], kind, np.array(lengths, dtype=np.int64))
-        for part, file in zip(parts, (data, index), strict=True):
+            raise DataError(f"there are no tokens to write to {files[0]}", "give files with text")
+        _write_index(parts[-1], kind, np.array(lengths, dtype=np.int64))
+        if not masked:
+            stem.with_name(stem.name + MASK).unlink(missing_ok=True)  # of other data that had this name
+        for part, file in zip(parts, files, strict=True):
             os.replace(part, file)
     finally:
         for part in parts:

@@ -153,8 +153,13 @@ class Trainer:
             yield
 
     def _inputs(self, rows: Rows) -> dict[str, Any]:
-        packed = {"labels": rows.labels, "positions": rows.positions} if self._plan.data.packing else {}
-        return {name: self._moved(array) for name, array in {"tokens": rows.tokens, **packed}.items()}
+        data = self._plan.data
+        inputs = {"tokens": rows.tokens}
+        if data.packing or data.format != "text":
+            inputs["labels"] = rows.labels
+        if data.packing:
+            inputs["positions"] = rows.positions
+        return {name: self._moved(array) for name, array in inputs.items()}
 
     def _moved(self, array: NDArray[np.int64]) -> torch.Tensor:
         """Copy to the device, without waiting for the work that is queued there."""

@@ -1,0 +1,310 @@
+"""Examples to fine-tune on: which tokens are trained, how long ones are cut, and a run on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from typer.testing import CliRunner
+
+from hp_plan import DataSection, ParallelPlan, build_model
+from hyper_parallel import cli
+from hyper_parallel.checking import check_run
+from hyper_parallel.data import DataError, TokenFile, check_data, describe_cuts, open_data, open_samples
+from hyper_parallel.data.examples import Examples
+from hyper_parallel.data.packing import Cut, Padded
+from hyper_parallel.data.preparing import is_prepared, prepare
+from hyper_parallel.data.samples import IGNORED
+from hyper_parallel.data.tokenizing import Bytes, read_tokenizer
+
+pytestmark = pytest.mark.framework("torch")  # transformers reads chat templates
+SPECIAL = ["<end>", "<s>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% if tools %}tools: {{ tools | length }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# What was thought is left out of all answers but the last, as Qwen3's template does.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "good \u00e9 day"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "bye"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_tokenizer(tmp_path / "model", CHATML)
+
+
+def save_tokenizer(folder: Path, template: str | None) -> Path:
+    """Write a tokenizer that has a token for each byte, and for what is special."""
+    folder.mkdir()
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    own = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    own.add_special_tokens(SPECIAL)
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = decoders.ByteLevel()
+    own.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", own.token_to_id("<s>"))])
+    own.save(str(folder / "tokenizer.json"))
+    described = {"eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    return folder
+
+
+def write(path: Path, *rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(folder: Path, file: Path, format: str) -> list[tuple[str, list[str]]]:
+    """Return the text of each example, and the parts of it that are trained."""
+    tokenizer = read_tokenizer(str(folder))
+    found = []
+    for example in Examples(format, tokenizer).read(file):
+        edges = np.flatnonzero(np.diff([False, *example.trained, False])).reshape(-1, 2)
+        parts = [tokenizer.decode(example.tokens[a:b], special=True) for a, b in edges]
+        found.append((tokenizer.decode(example.tokens, special=True), parts))
+    return found
+
+
+@pytest.mark.parametrize(("template", "rest"), [(CHATML, "\n"), (MARKED, "")], ids=["compared", "marked"])
+def test_what_the_assistant_says_is_trained(tmp_path, template, rest):
+    folder = save_tokenizer(tmp_path / "model", template)
+    ((text, parts),) = texts(folder, write(tmp_path / "a.jsonl", {"messages": TALK}), "messages")
+    turns = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in TALK)
+    assert (text, parts) == (turns, [f"good \u00e9 day<|im_end|>{rest}", f"bye<|im_end|>{rest}"])
+
+
+def test_tools_come_to_the_template(folder, tmp_path):
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+    row = {"messages": [TALK[1], {**TALK[2], "tool_calls": None}], "tools": [tool, tool]}
+    ((text, parts),) = texts(folder, write(tmp_path / "a.jsonl", row), "messages")
+    assert text.startswith("tools: 2\n<|im_start|>user") and parts == ["good \u00e9 day<|im_end|>\n"]
+
+
+def test_a_template_that_forgets_is_refused_unless_there_is_one_answer(tmp_path):
+    folder = save_tokenizer(tmp_path / "model", FORGETFUL)
+    file = write(tmp_path / "a.jsonl", {"messages": TALK[:3]}, {"messages": TALK})
+    with pytest.raises(DataError, match=r"line 2, has a message, number 2, that the chat template writes differently"):
+        texts(folder, file, "messages")
+    ((_, parts),) = texts(folder, write(tmp_path / "b.jsonl", {"messages": TALK[:3]}), "messages")
+    assert parts == ["<think></think>good \u00e9 day<|im_end|>\n"]
+
+
+def test_a_token_across_the_border_is_refused(tmp_path):
+    folder = save_tokenizer(tmp_path / "model", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    whole = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    vocabulary = {**whole.get_vocab(with_added_tokens=False), "ab": 256}
+    whole.model = models.BPE(vocabulary, [("a", "b")])
+    whole.save(str(folder / "tokenizer.json"))
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(DataError, match="has a token, 'ab', of which only a part was said by the assistant"):
+        texts(folder, write(tmp_path / "a.jsonl", row), "messages")
+
+
+def test_prompts_with_completions_as_text_and_as_messages(folder, tmp_path):
+    rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": TALK[:4], "completion": TALK[4:]}]
+    (one, other) = texts(folder, write(tmp_path / "a.jsonl", *rows), "prompt-completion")
+    assert one == ("<s>1+1=2<end>", ["2<end>"]), "a prompt begins as it does where a model goes on with it"
+    assert other[1] == ["bye<|im_end|>\n"], "the answer in the prompt is not trained"
+
+
+def test_preferences_with_a_prompt_or_one_that_both_share(folder, tmp_path):
+    other = {"role": "assistant", "content": "no"}
+    rows = [
+        {"prompt": "q", "chosen": "yes", "rejected": "no"},
+        {"chosen": TALK[1:3], "rejected": [TALK[1], other]},
+        {"prompt": TALK[:2], "chosen": [TALK[2]], "rejected": [other]},
+    ]
+    found = texts(folder, write(tmp_path / "a.jsonl", *rows), "preference")
+    assert [parts for _, parts in found] == [
+        *(["yes<end>"], ["no<end>"]),
+        *(["good \u00e9 day<|im_end|>\n"], ["no<|im_end|>\n"]) * 2,
+    ]
+    assert found[2][0].startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("format", "row", "message"),
+    [
+        (
+            "messages",
+            {"text": "a"},
+            "line 1, has no 'messages', which data.format = 'messages' needs; it has text; ren",
+        ),
+        ("messages", {"prompt": "a", "completion": "b"}, "it has prompt, completion; write format = 'prompt-comp"),
+        ("messages", {"messages": "hi"}, "has a str where messages are expected; a message is an object such as"),
+        ("messages", {"messages": [{"from": "user", "value": "hi"}]}, "has no role in message 0, but 'from', 'value'"),
+        ("messages", {"messages": TALK[:2]}, "has no token of an assistant; leave the row out"),
+        ("messages", {"messages": []}, "has no message; leave"),
+        ("prompt-completion", {"prompt": "a", "completion": [TALK[2]]}, "has text on one side and messages on the oth"),
+        ("preference", {"chosen": "a", "rejected": "b"}, "has no 'prompt'; give the text that both answers follow"),
+    ],
+)
+def test_rows_that_are_refused(folder, tmp_path, format, row, message):
+    with pytest.raises(DataError) as caught:
+        texts(folder, write(tmp_path / "a.jsonl", row), format)
+    assert message in str(caught.value)
+
+
+def test_messages_need_a_template(tmp_path):
+    folder = save_tokenizer(tmp_path / "model", None)
+    file = write(tmp_path / "a.jsonl", {"messages": TALK})
+    with pytest.raises(DataError, match="has no chat template; put its chat_template.jinja beside"):
+        texts(folder, file, "messages")
+    with pytest.raises(DataError, match="has messages, but the tokenizer has no chat template"):
+        list(Examples("messages", Bytes()).read(file))
+    with pytest.raises(DataError, match="is text, which has no rows; give files that have: .jsonl, .parquet, .arrow"):
+        list(Examples("messages", Bytes()).read(tmp_path / "a.txt"))
+
+
+def test_parquet_has_keys_that_a_message_lacks(folder, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(
+        pyarrow.Table.from_pylist([{"messages": [{**TALK[1], "name": None}, TALK[2]]}]), tmp_path / "a.parquet"
+    )
+    ((_, parts),) = texts(folder, tmp_path / "a.parquet", "messages")
+    assert parts == ["good \u00e9 day<|im_end|>\n"]
+
+
+def prepared(folder: Path, tmp_path: Path, format: str, *rows) -> str:
+    prepare([str(write(tmp_path / "rows.jsonl", *rows))], tmp_path / "out", read_tokenizer(str(folder)), format=format)
+    return str(tmp_path / "out.bin")
+
+
+def test_files_have_masks_and_say_their_format(folder, tmp_path):
+    row = {"prompt": "abc", "completion": "de"}
+    path = prepared(folder, tmp_path, "prompt-completion", row, row)
+    file = TokenFile(path)
+    assert file.mask is not None and file.mask.tolist() == [0, 0, 0, 0, 1, 1, 1] * 2
+    tokenizer, rows = read_tokenizer(str(folder)), [str(tmp_path / "rows.jsonl")]
+    assert is_prepared(rows, tmp_path / "out", tokenizer, format="prompt-completion")
+    assert not is_prepared(rows, tmp_path / "out", tokenizer)
+    section = DataSection(paths=(path,), sequence_length=8, batch_size=1)
+    with pytest.raises(DataError, match="was prepared as 'prompt-completion', but data.format is 'text'"):
+        check_data(section)
+    (tmp_path / "out.mask").write_bytes(b"\1")
+    with pytest.raises(DataError, match="out.mask has 1 bytes, but out.bin has 14 tokens"):
+        TokenFile(path)
+
+
+class Numbered:
+    """Documents of these lengths, whose last token alone is trained."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+    def document(self, number):
+        return (np.arange(self.starts[number + 1] - self.starts[number]) + 100 * number).astype(np.uint16)
+
+    def trained(self, number):
+        return (np.arange(self.starts[number + 1] - self.starts[number]) == 1).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "left", "shortened", "dropped"),
+    [("right", [[0, 1, 2], [100, 101, 102], [200, 201]], 1, 0), ("left", [[0, 1, 2], [200, 201]], 0, 1)],
+)
+def test_long_examples_are_cut_and_counted(policy, left, shortened, dropped):
+    cut = Cut(Numbered(3, 5, 2), 3, policy)
+    assert [cut.document(number).tolist() for number in range(len(cut))] == left
+    assert (cut.shortened, cut.dropped) == (shortened, dropped), "one without an answer left is left out"
+    assert [len(cut.trained(number)) for number in range(len(cut))] == [len(each) for each in left]
+
+
+def test_long_examples_are_left_out_or_refused():
+    assert (len(cut := Cut(Numbered(3, 5, 2), 3, "drop")), cut.dropped) == (2, 1)
+    assert (len(cut := Cut(Numbered(3, 5, 2, 2), 3, "drop", together=2)), cut.dropped) == (2, 2), "with its pair"
+    with pytest.raises(DataError, match="example 1 has 5 tokens, and a sample takes 3; make data.sequence_length 5"):
+        Cut(Numbered(3, 5, 2), 3, "refuse")
+    with pytest.raises(DataError, match="no example has a token to train in 3 tokens"):
+        Cut(Numbered(5, 5), 3, "drop")
+
+
+def test_a_row_has_one_example_with_the_answers_labels():
+    samples = Padded(Numbered(3, 2, 3, 2), 4, seed=1, width=2, padding=9)
+    assert len(samples) == 2
+    rows = samples.rows(np.array([0, 1]))
+    order = [int(row[0]) // 100 for row in rows.tokens]
+    assert order in ([0, 1, 2, 3], [2, 3, 0, 1])
+    for number, tokens, labels, positions in zip(order, rows.tokens, rows.labels, rows.positions):
+        size = (3, 2, 3, 2)[number]
+        assert tokens.tolist() == [*(100 * number + np.arange(size)), *[9] * (4 - size)]
+        assert labels.tolist() == [IGNORED, 100 * number + 1, IGNORED, IGNORED]
+        assert positions.tolist() == [*range(size), *range(4 - size)]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_samples_of_a_plan_have_the_labels_of_answers_alone(folder, tmp_path, packing):
+    rows = [{"prompt": "a" * number, "completion": "bc"} for number in range(1, 6)]
+    path = prepared(folder, tmp_path, "prompt-completion", *rows)
+    section = DataSection(paths=(path,), sequence_length=7, batch_size=1, packing=packing, format="prompt-completion")
+    samples = open_samples(section, seed=0)
+    found = samples.rows(np.arange(len(samples)))
+    trained = found.labels[found.labels != IGNORED]
+    tokenizer = read_tokenizer(str(folder))
+    assert sorted(tokenizer.decode(trained.tolist(), special=True).replace("<end>", "")) == sorted(
+        "bc" * 3 + "bc"[:1] + "bc"
+    )
+    assert describe_cuts(section, open_data(section)) == ", 2 examples cut to 7"
+
+
+def test_a_plan_is_checked_and_shown(folder, tmp_path):
+    build_model(ParallelPlan.from_dict({"model": MODEL})).save_pretrained(folder)
+    write(tmp_path / "talk.jsonl", *[{"messages": TALK}] * 4)
+    plan = tmp_path / "plan.toml"
+    data = 'paths = ["talk.jsonl"]\nformat = "messages"\nsequence_length = 64\nbatch_size = 2'
+    plan.write_text(f'[model]\npath = "{folder}"\n[data]\n{data}\n'.replace("talk.jsonl", str(tmp_path / "talk.jsonl")))
+    assert check_run(ParallelPlan.from_toml(plan)) == []
+    shown = CliRunner().invoke(cli.app, ["data", "show", str(plan)], catch_exceptions=False).output
+    assert "document 0: " in shown and "of which a sample has 64 (data.truncation); a loss is taken of 13" in shown
+    assert "\u27e6good \u00e9 day<|im_end|>" in shown
+    line = CliRunner().invoke(cli.app, ["data", "show", str(plan), "--json"], catch_exceptions=False).output
+    assert [text for text, on in json.loads(line)["parts"] if on] == ["good \u00e9 day<|im_end|>\n"]
+    wrong = CliRunner().invoke(cli.app, ["data", "show", str(plan), "--first", "9"])
+    assert wrong.exit_code == 1 and "the data has no document 9" in wrong.output + (wrong.stderr or "")
+    (found,) = check_run(
+        ParallelPlan.from_dict(
+            {
+                **ParallelPlan.from_toml(plan).to_dict(),
+                "data": {
+                    "paths": [str(tmp_path / "talk.jsonl")],
+                    "format": "preference",
+                    "sequence_length": 64,
+                    "batch_size": 2,
+                },
+            }
+        )
+    )
+    assert (found.key, found.fix) == ("data.format", "write format = 'messages'")
+
+
+MODEL = {
+    "config": "LlamaConfig",
+    "overrides": {
+        "vocab_size": 260,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    },
+}
