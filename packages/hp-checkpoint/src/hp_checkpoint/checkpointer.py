@@ -18,7 +18,7 @@ from hp_checkpoint.background import Committed, Pending, Writer
 from hp_checkpoint.files import Entry
 from hp_checkpoint.loading import Verify, load_tensors, read_tree
 from hp_checkpoint.manifest import Manifest
-from hp_checkpoint.models import MODEL, check_unexpected, config_texts, model_names, of_model
+from hp_checkpoint.models import ADAPTER, MODEL, Adapter, check_unexpected, config_texts, of_model, saved_part
 from hp_checkpoint.port import OptimizerState, port
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import Keep, prune, step_folder, steps_in
@@ -32,6 +32,7 @@ from hp_checkpoint.tied import checked_tensors
 __all__ = ["Checkpointer", "Keep", "Loaded", "training_state"]
 
 _OPTIMIZER, _OPTIONS = "optimizer", "optimizer_options"
+_MODELS = (MODEL, ADAPTER)
 _OTHERS = ("schedule", "data", "extra", "iteration")
 
 
@@ -74,6 +75,7 @@ class Checkpointer:
         verify: "read" compares what is read with its checksums, "all" all of a checkpoint.
         layout: of the files: "auto", "files" or "shards", as for `save`. Default "auto".
         beside: further files of each checkpoint by their names, the same on all ranks, such as those of a tokenizer.
+        adapter: save and load this part of the model alone, as `adapter_model.safetensors`. None is all of it.
 
     Raises:
         ValueError: an option that is none, or a URL in place of a folder.
@@ -89,6 +91,7 @@ class Checkpointer:
         verify: Verify = "read",
         layout: Layout = "auto",
         beside: Mapping[str, bytes] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         if busy not in ("wait", "skip", "error"):
             raise ValueError(f"Checkpointer: busy must be 'wait', 'skip' or 'error', got {busy!r}")
@@ -100,6 +103,7 @@ class Checkpointer:
         self.verify: Verify = verify
         self.layout: Layout = layout
         self._beside = dict(beside or {})
+        self.adapter = adapter
         self.busy = busy
         self._writer = Writer() if background else None
         self._pending: Pending | None = None
@@ -141,7 +145,7 @@ class Checkpointer:
 
     def texts(self, model: Any) -> dict[str, bytes]:
         """Return the files of a checkpoint of the model that hold no tensors, by their names."""
-        return {**self._beside, **config_texts(model)}
+        return {**self._beside, **(config_texts(model) if self.adapter is None else self.adapter.texts)}
 
     def save(
         self,
@@ -192,9 +196,10 @@ class Checkpointer:
             if type(step) is not int or step < 0:
                 raise ValueError(f"save: step must be a number from 0 on, got {step!r}")
             _check_metric(metric, self.keep)
-            states.append(training_state(model, optimizer, schedule=schedule, data=data, extra=extra))
+            own: Any = {"schedule": schedule, "data": data, "extra": extra, "adapter": self.adapter}
+            states.append(training_state(model, optimizer, **own))
             for (part, name), value in states[0].tensors.items():
-                if part not in (MODEL, _OPTIMIZER):
+                if part not in (*_MODELS, _OPTIMIZER):
                     array_of(name, kind_of(name, value))  # it will have to be one
             return b""
 
@@ -277,17 +282,17 @@ class Checkpointer:
         def gather_wanted() -> bytes:
             if schedule is not None and tree.get("schedule") is None:
                 raise ValueError("load: the checkpoint has no schedule; load it without one")
-            decoded.append(of_model(model, to_load=True))
+            decoded.append(of_model(model, to_load=True, adapter=self.adapter))
             for states in listed:
                 of_optimizer.update(_of_optimizer(states, manifest, tree))
             arrays.update(_arrays(manifest))
             beside = {**of_optimizer, **arrays}  # which get their values in place
             decoded.append(decode(tree, beside.get, str(folder / STATE)))
-            return json.dumps(sorted(model_names(model))).encode()
+            return json.dumps(sorted(saved_part(model, self.adapter)[1])).encode()
 
         names = {name for each in ranks.agree(gather_wanted, "load") for name in json.loads(each)}
         state, saved = decoded
-        check_unexpected(names, manifest)
+        check_unexpected(names, manifest, MODEL if self.adapter is None else ADAPTER)
         tensors = checked_tensors(state, manifest, folder, ranks)
         load_tensors({**tensors, **of_optimizer, **arrays}, manifest, folder, ranks, verify=self.verify)
 
@@ -321,9 +326,11 @@ def _check_metric(metric: Any, keep: Keep) -> None:
         raise TypeError(f"save: metric must be a number, got {metric!r}; of a tensor pass its item()")
 
 
-def training_state(model: Any, optimizer: Any, *, schedule: Any, data: Any, extra: Any) -> State:
-    """Return what a checkpoint of a training has; the arguments are those of `Checkpointer.save`."""
-    state: dict[str, Any] = {MODEL: port().model_state(model)}
+def training_state(
+    model: Any, optimizer: Any, *, schedule: Any, data: Any, extra: Any, adapter: Adapter | None = None
+) -> State:
+    """Return what a checkpoint of a training has; the arguments are those of `Checkpointer` and its `save`."""
+    state: dict[str, Any] = dict([saved_part(model, adapter)])
     if optimizer is not None:
         listed = port().optimizer_states(model, optimizer)
         state[_OPTIMIZER] = {name: values for each in listed for name, values in each.states.items()}
@@ -393,6 +400,6 @@ def _arrays(manifest: Manifest) -> dict[Address, np.ndarray]:
     return {
         (part, name): array_of(name, entry.kind)
         for part, entries in manifest.parts.items()
-        if part not in (MODEL, _OPTIMIZER)
+        if part not in (*_MODELS, _OPTIMIZER)
         for name, entry in entries.items()
     }

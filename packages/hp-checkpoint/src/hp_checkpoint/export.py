@@ -30,9 +30,22 @@ from hp_checkpoint.storage import (
 )
 from hp_checkpoint.streams import stream
 
-__all__ = ["MODEL", "TOKENIZER_FILES", "new_folder", "opened_model", "to_hugging_face", "with_dtype", "write_files"]
+__all__ = [
+    "ADAPTER",
+    "MODEL",
+    "model_part",
+    "TOKENIZER_FILES",
+    "new_folder",
+    "opened_model",
+    "to_hugging_face",
+    "with_dtype",
+    "write_files",
+]
 
 MODEL = "model"
+ADAPTER = "adapter_model"
+"""The part of a checkpoint that has an adapter, in place of a model: peft's name of the file."""
+
 # What transformers' tokenizers save beside a model; which of them there are depends on the tokenizer.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -47,11 +60,11 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
 )
-_TEXTS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+_TEXTS = ("config.json", "adapter_config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 def to_hugging_face(folder: Path, target: Path, *, dtype: str | None = None) -> list[str]:
-    """Write a checkpoint's model alone as a Hugging Face folder, verified, and return its files.
+    """Write a checkpoint's model, or adapter, alone as a Hugging Face folder, verified, and return its files.
 
     Args:
         folder: a checkpoint, one of torch.distributed.checkpoint, a Hugging Face folder, or a file, as `open_source`
@@ -65,25 +78,31 @@ def to_hugging_face(folder: Path, target: Path, *, dtype: str | None = None) -> 
     """
     own = None if dtype is None else dtype_named(dtype)
     manifest, folder = opened_model(folder)
-    entries = manifest.parts[MODEL]
+    part = model_part(manifest)
+    entries = manifest.parts[part]
     kinds = {}
     for name, entry in entries.items():
         changed = own is not None and casts_to(name, entry.kind.dtype, own)
         kinds[name] = Kind(str(own), entry.kind.shape) if changed else entry.kind
-    files = lay_out(MODEL, kinds)
+    files = lay_out(part, kinds)
 
     def content(name: str) -> Iterator[np.ndarray]:
         for data in stream(entries[name], folder):
             yield converted(data, entries[name].kind.dtype, kinds[name].dtype)
 
-    with new_folder(target, sum(file.size for file in files)) as part:
-        names = write_files(part, files, content)
+    with new_folder(target, sum(file.size for file in files)) as place:
+        names = write_files(place, files, content)
         for name in _TEXTS:
             if (folder / name).is_file():
                 text = read_small(folder / name)
-                write_small(part / name, with_dtype(text, dtype) if dtype and name == "config.json" else text)
+                write_small(place / name, with_dtype(text, dtype) if dtype and name == "config.json" else text)
                 names.append(name)
     return sorted(names)
+
+
+def model_part(manifest: Manifest) -> str:
+    """Return the name of the part that has the model, or its adapter."""
+    return ADAPTER if MODEL not in manifest.parts and ADAPTER in manifest.parts else MODEL
 
 
 def opened_model(source: Path) -> tuple[Manifest, Path]:
@@ -94,10 +113,11 @@ def opened_model(source: Path) -> tuple[Manifest, Path]:
         InvalidCheckpointError: a file differs from its checksums.
     """
     manifest, folder, _ = open_source(source)
-    if MODEL not in manifest.parts:
+    own = model_part(manifest)
+    if own not in manifest.parts:
         raise ValueError(f"{source} has no tensors under 'model', but the parts {', '.join(manifest.parts) or 'none'}")
     if any(file.rows for file in manifest.files.values()):
-        used = {file for entry in manifest.parts[MODEL].values() for file in entry.files} | {*_TEXTS}
+        used = {file for entry in manifest.parts[own].values() for file in entry.files} | {*_TEXTS}
         files = {name: file for name, file in manifest.files.items() if name in used}
         verify_files(Manifest(None, manifest.parts, files, {}, manifest.block_bytes), folder)
     return manifest, folder

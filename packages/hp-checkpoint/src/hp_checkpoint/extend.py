@@ -8,6 +8,7 @@ from hp_checkpoint.export import TOKENIZER_FILES, to_hugging_face
 from hp_checkpoint.files import Chunk, Entry, Kind
 from hp_checkpoint.last_words import LastWords
 from hp_checkpoint.loading import load_tensors
+from hp_checkpoint.models import Adapter
 from hp_checkpoint.ranks import Ranks
 from hp_checkpoint.retention import metrics_in, prune, steps_in
 from hp_checkpoint.sources import has_safetensors, open_checkpoint
@@ -15,6 +16,7 @@ from hp_checkpoint.storage import local_folder
 from hp_checkpoint.tools import Difference, diff, faults, summary
 
 __all__ = [
+    "Adapter",
     "Chunk",
     "Difference",
     "Entry",

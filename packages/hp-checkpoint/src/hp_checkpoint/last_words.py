@@ -169,7 +169,9 @@ class LastWords:
         return json.dumps(sorted(state.tensors)).encode()
 
     def _state(self, schedule: Any, data: Any) -> State:
-        return training_state(self._model, self._optimizer, schedule=schedule, data=data, extra=None)
+        return training_state(
+            self._model, self._optimizer, schedule=schedule, data=data, extra=None, adapter=self._checkpoints.adapter
+        )
 
     def _verified(self, target: Path, step: int) -> bytes:
         wrong = faults(target)

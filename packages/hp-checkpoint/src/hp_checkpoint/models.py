@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hp_checkpoint.api import versions
 from hp_checkpoint.conversions import dtype_named, name_of_dtype
 from hp_checkpoint.errors import shown
-from hp_checkpoint.export import MODEL, with_dtype
+from hp_checkpoint.export import ADAPTER, MODEL, with_dtype
 from hp_checkpoint.loading import Verify, load_tensors
 from hp_checkpoint.manifest import Manifest
 from hp_checkpoint.port import port
@@ -23,15 +25,31 @@ from hp_checkpoint.tensors import cast_to
 from hp_checkpoint.tied import checked_tensors
 
 __all__ = [
+    "ADAPTER",
     "MODEL",
+    "Adapter",
     "check_unexpected",
     "config_texts",
     "load_model",
     "model_names",
     "of_model",
     "save_model",
+    "saved_part",
     "with_dtype",
 ]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What a checkpoint has of a model whose other tensors are in a folder of their own and stay as they are.
+
+    Attributes:
+        name: what a tensor of the model is called in the checkpoint; None for those that it leaves out.
+        texts: the files beside it, in place of the model's configuration, by their names.
+    """
+
+    name: Callable[[str], str | None]
+    texts: Mapping[str, bytes]
 
 
 def save_model(model: Any, folder: str | os.PathLike[str], *, dtype: Any = None) -> Manifest:
@@ -124,28 +142,45 @@ def model_names(model: Any) -> set[str]:
     return set(port().model_state(model))
 
 
-def of_model(model: Any, *, to_load: bool = False) -> State:
+def saved_part(model: Any, adapter: Adapter | None = None) -> tuple[str, dict[str, Any]]:
+    """Return the part of a checkpoint that has a model, and the model's tensors by their names there.
+
+    Args:
+        model: of the framework.
+        adapter: leaves out the tensors that are not its own.
+    """
+    state = port().model_state(model)
+    if adapter is None:
+        return MODEL, state
+    names = {name: adapter.name(name) for name in state}
+    return ADAPTER, {own: state[name] for name, own in names.items() if own is not None}
+
+
+def of_model(model: Any, *, to_load: bool = False, adapter: Adapter | None = None) -> State:
     """Return the tensors of a model by address, each once, and their further names.
 
     Args:
         model: of the framework.
         to_load: as that of `flatten`.
+        adapter: as that of `saved_part`.
     """
-    return flatten({MODEL: port().model_state(model)}, to_load=to_load)
+    part, state = saved_part(model, adapter)
+    return flatten({part: state}, to_load=to_load)
 
 
-def check_unexpected(names: set[str], manifest: Manifest) -> None:
+def check_unexpected(names: set[str], manifest: Manifest, part: str = MODEL) -> None:
     """Refuse a checkpoint with tensors that no rank's model has.
 
     Args:
         names: of all ranks' models.
         manifest: of the checkpoint.
+        part: of it that has the model.
 
     Raises:
         ValueError: it has some.
     """
-    saved = manifest.parts.get(MODEL, {})
-    tied = {first for alias, first in manifest.aliases.get(MODEL, {}).items() if alias in names}
+    saved = manifest.parts.get(part, {})
+    tied = {first for alias, first in manifest.aliases.get(part, {}).items() if alias in names}
     unexpected = [name for name in saved if name not in names and name not in tied]
     if unexpected:
         raise ValueError(

@@ -12,6 +12,7 @@ from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.linting import lint
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import (
+    AdapterSection,
     CompileSection,
     ContextSection,
     DataSection,
@@ -33,6 +34,7 @@ from hp_plan.verification import ModuleDifference, VerifyResult
 from hp_platform.extend import lazy_exports
 
 __all__ = [
+    "AdapterSection",
     "CompileSection",
     "ContextSection",
     "DataSection",

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from hp_plan.activations import check_activations, check_saving
+from hp_plan.adapters import check_adapter
 from hp_plan.compiling import check_compile, check_compiled
 from hp_plan.context import check_attention, check_context, check_scattered, check_sequence
 from hp_plan.determinism import check_deterministic
@@ -337,5 +338,6 @@ _OF_NUMBERS = (
     check_group_values,
     check_compile,
     check_expert_options,
+    check_adapter,
     _check_device,
 )

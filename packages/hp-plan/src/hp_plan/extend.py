@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hp_plan.adapters import saved_name
 from hp_plan.diagnostics import near_misses
 from hp_plan.draws import draws
 from hp_plan.json_schema import json_schema
@@ -43,6 +44,7 @@ __all__ = [
     "override",
     "read_plan",
     "read_toml",
+    "saved_name",
     "settings",
     "share_out",
     "style_notes",

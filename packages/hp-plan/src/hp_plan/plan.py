@@ -11,6 +11,7 @@ from typing import Any
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.schema import read_section
 from hp_plan.sections import (
+    AdapterSection,
     CompileSection,
     ContextSection,
     DataSection,
@@ -32,6 +33,7 @@ from hp_styles.extend import chunks_of
 
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
+    "adapter": AdapterSection,
     "mesh": MeshSection,
     "context": ContextSection,
     "pipeline": PipelineSection,
@@ -61,6 +63,7 @@ class ParallelPlan:
 
     Attributes:
         model: the model.
+        adapter: what is trained in place of the model's weights.
         mesh: the number of ranks on each axis.
         styles: tensor parallel styles by module name pattern (`{"model.layers.*.mlp.down_proj": "rowwise"}`; each
             `*` stays inside one dotted part), or `"auto"`: the model's own table, or `"auto-sequence"`: that with
@@ -84,6 +87,7 @@ class ParallelPlan:
     """
 
     model: ModelSection = field(default_factory=ModelSection)
+    adapter: AdapterSection = field(default_factory=AdapterSection)
     mesh: MeshSection = field(default_factory=MeshSection)
     styles: str | Mapping[str, str] = "auto"
     context: ContextSection = field(default_factory=ContextSection)

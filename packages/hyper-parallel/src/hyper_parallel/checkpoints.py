@@ -13,10 +13,15 @@ import typer
 from hp_checkpoint import InvalidCheckpointError, Keep
 from hp_checkpoint.extend import diff, faults, metrics_in, prune, steps_in, summary, to_dcp, to_hugging_face
 from hyper_parallel.output import CHECKPOINTS
+from hyper_parallel.port import merging
 
 __all__ = ["app"]
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint's folder.", show_default=False)]
+ADAPTER_CONFIG = "adapter_config.json"
+Folder = Annotated[
+    Path,
+    typer.Argument(metavar="FOLDER", help="A checkpoint's folder, or a run's for its newest one.", show_default=False),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")]
 
 app = typer.Typer(help="Look at checkpoints on disk, compare, convert and remove them.", no_args_is_help=True)
@@ -26,6 +31,7 @@ app = typer.Typer(help="Look at checkpoints on disk, compare, convert and remove
 def inspect(folder: Folder, json_lines: Json = False) -> None:
     """Show the step, tensors and files of a checkpoint."""
     with _errors():
+        folder = _newest(folder)
         content: dict[str, Any] = summary(folder)
     if json_lines:
         typer.echo(json.dumps(content))
@@ -46,6 +52,7 @@ def inspect(folder: Folder, json_lines: Json = False) -> None:
 def verify(folder: Folder) -> None:
     """Compare all files of a checkpoint with their checksums; exit 1 where one differs."""
     with _errors():
+        folder = _newest(folder)
         wrong = faults(folder)
     for text in wrong:
         typer.echo(text)
@@ -63,7 +70,7 @@ def compare(
 ) -> None:
     """List the tensors and values that differ; exit 1 where some do."""
     with _errors():
-        differences = diff(one, other, tolerance=tolerance)
+        differences = diff(_newest(one), _newest(other), tolerance=tolerance)
     for each in differences:
         typer.echo(json.dumps({"name": each.name, "text": each.text}) if json_lines else f"{each.name}: {each.text}")
     if differences:
@@ -90,6 +97,7 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format, verified; one of torch.distributed.checkpoint as a Hugging Face folder."""
     with _errors():
+        folder = _newest(folder)
         if to == "hf":
             files = to_hugging_face(folder, target, dtype=dtype)
         elif to == "dcp":
@@ -97,6 +105,38 @@ def convert(
         else:
             raise ValueError(f"--to {to}: expected hf or dcp")
     typer.echo(f"{target}: {', '.join(files)}")
+
+
+@app.command()
+def merge(
+    folder: Folder,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder that doesn't exist.", show_default=False)],
+    base: Annotated[
+        Path | None,
+        typer.Option(help="The model's folder; by default the one that the adapter names.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the merged model, as bfloat16.", show_default="the model's")
+    ] = None,
+) -> None:
+    """Write one model of a checkpoint's adapter and the model that it was trained on."""
+    with _errors():
+        folder = _newest(folder)
+        config = folder / ADAPTER_CONFIG
+        if not config.is_file():
+            raise ValueError(f"{folder} has no {ADAPTER_CONFIG}: it is not of a plan with [adapter]")
+        if target.exists():
+            raise FileExistsError(f"{target} exists; name a folder that doesn't")
+        named = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if base is None and named is None:
+            raise ValueError(f"{config} names no folder of a model; name it by --base")
+        place = Path(str(named)) if base is None else base
+        if not (place / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{place}, the folder of the adapter's model, has no config.json; name it by --base"
+            )
+        merging().merge(folder, target, base=place, dtype=dtype)
+    typer.echo(f"{target}: {place} with the adapter of {folder} in its weights")
 
 
 @app.command(name="prune")
@@ -129,6 +169,13 @@ def remove(
     typer.echo(f"removed {_listed(removed)}; {place} has {_listed(steps_in(place))}")
 
 
+def _newest(folder: Path) -> Path:
+    """Return a checkpoint's folder: the newest one's of a run, else the one that is given."""
+    place = folder if steps_in(folder) else folder / CHECKPOINTS
+    steps = steps_in(place)
+    return place / f"step-{steps[-1]:08d}" if steps else folder
+
+
 def _listed(steps: list[int]) -> str:
     """Name steps.
 
@@ -147,6 +194,6 @@ def _errors() -> Iterator[None]:
         text = str(error) if error.filename is None else f"{error.filename} is missing"
         typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
         raise typer.Exit(1) from None
-    except (InvalidCheckpointError, ValueError, OSError) as error:
+    except (InvalidCheckpointError, ValueError, OSError, ImportError) as error:
         typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
         raise typer.Exit(1) from None

@@ -321,8 +321,8 @@ def _read(plan: Path, assignments: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _with_folders(tables: dict[str, Any], plan: Path) -> dict[str, Any]:
-    """Name model and tokenizer in full: they lie beside the plan's file, or else in the working directory."""
-    for section, key in (("model", "path"), ("data", "tokenizer")):
+    """Name model, adapter and tokenizer in full: they lie beside the plan's file, or else in the working directory."""
+    for section, key in (("model", "path"), ("adapter", "weights"), ("data", "tokenizer")):
         table = tables.get(section)
         if not isinstance(table, dict):
             continue

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_checkpoint.extend import Adapter
 from hp_pipeline.extend import Operations
 from hp_plan import ParallelPlan
 from hp_platform.extend import Place, load_port
@@ -54,6 +55,7 @@ class Trainer(Protocol):
     schedule: Any
     name: str
     size: int
+    adapter: Adapter | None
 
     @property
     def lr(self) -> float:
@@ -96,6 +98,14 @@ class Training(Protocol):
 
     def write_sample(self, plan: ParallelPlan, folder: Path) -> str | None:
         """Let the model of a checkpoint write on, on rank 0; None where it can't."""
+        ...
+
+
+class Merging(Protocol):
+    """Merging an adapter into its model; `torch/merging.py`."""
+
+    def merge(self, folder: Path, target: Path, *, base: Path, dtype: str | None) -> None:
+        """Write the model of a folder with the adapter of a checkpoint in its weights."""
         ...
 
 
@@ -178,6 +188,11 @@ def launcher() -> Launcher:
 def rank_process() -> Process:
     """Get what the framework asks of a rank's process."""
     return load_port(Process, "process")
+
+
+def merging() -> Merging:
+    """Get the framework's way to merge an adapter into its model."""
+    return load_port(Merging, "merging")
 
 
 def training() -> Training:

@@ -135,7 +135,9 @@ class Run:
         self._tell = tell
         beside = agreed_files(given, self.ranks)
         keep, layout = Keep(last=plan.run.keep, best=plan.run.keep_best or None), plan.run.checkpoint_layout
-        self.checkpoints = Checkpointer(self.folder / CHECKPOINTS, keep=keep, layout=layout, beside=beside)
+        self.checkpoints = Checkpointer(
+            self.folder / CHECKPOINTS, keep=keep, layout=layout, beside=beside, adapter=self.trainer.adapter
+        )
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
         steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
         if resume == "auto" and steps:

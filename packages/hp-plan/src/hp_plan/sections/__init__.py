@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hp_plan.sections.adapting import AdapterSection
 from hp_plan.sections.compiling import CompileSection
 from hp_plan.sections.distribution import ContextSection, FsdpSection, PipelineSection
 from hp_plan.sections.experts import ExpertsSection
@@ -13,6 +14,7 @@ from hp_plan.sections.watching import MetricsSection, ProfileSection, Validation
 
 __all__ = [
     "AXES",
+    "AdapterSection",
     "CompileSection",
     "ContextSection",
     "DataSection",

@@ -26,6 +26,8 @@ class ModelSection:
         overrides: keyword arguments of the configuration class or the function; in place of a folder's settings.
         weights: a safetensors file (or a folder with a model.safetensors) that the initial weights are read from, by
             name, or `"random"`, which draws them from `run.seed`; none takes those in `path`, and else draws them.
+        freeze: patterns of names of parameters, or of modules with all of theirs, that are not trained; `*` stays
+            inside a dotted part.
     """
 
     config: str | None = None
@@ -35,6 +37,7 @@ class ModelSection:
     folder: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     weights: str | None = None
+    freeze: tuple[str, ...] = ()
 
     @property
     def of_transformers(self) -> bool:

@@ -17,6 +17,7 @@ from hp_plan.optimizers import grouped, muon_and_adamw, optimized, scheduled_tog
 from hp_plan.plan import ParallelPlan
 from hp_plan.sections import schedule_factor
 from hp_plan.torch import folders, pretrained
+from hp_plan.torch.adapters import add_adapter, freeze, without_adapter
 
 # Keys of [model], one of which says what the model is.
 _SOURCES = ("config", "path", "function")
@@ -60,6 +61,10 @@ def build_model(
         check_returned(section.function, model, nn.Module)
     if section.weights_file is not None and not any(parameter.is_meta for parameter in model.parameters()):
         _load_weights(model, section.weights_file)
+    if section.freeze and plan.adapter.kind is None:
+        freeze(model, plan)
+    if plan.adapter.kind is not None:
+        add_adapter(model, plan, chosen)
     return model
 
 
@@ -124,7 +129,10 @@ def check_fit(plan: ParallelPlan, model: nn.Module) -> list[Diagnostic]:
         plan: the plan.
         model: of the plan, on any device.
     """
-    return folders.check_fit(model, plan.model) if plan.model.folder_has_weights else []
+    if not plan.model.folder_has_weights:
+        return []
+    own = model if plan.adapter.kind is None else build_empty(without_adapter(plan))
+    return folders.check_fit(own, plan.model)
 
 
 def build_optimizer(plan: ParallelPlan, parameters: Iterable[Any]) -> Any:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from hp_plan.torch.adapters import adapter_texts
 from hp_plan.torch.evaluation import evaluate, evaluating
 from hp_plan.torch.folders import no_progress_bars
 from hp_plan.torch.loss import backward_loss
 from hp_plan.torch.materialize import begin, finish
 from hp_plan.torch.training import clip_gradients
 
-__all__ = ["backward_loss", "begin", "clip_gradients", "evaluate", "evaluating", "finish", "no_progress_bars"]
+__all__ = [
+    "adapter_texts",
+    "backward_loss",
+    "begin",
+    "clip_gradients",
+    "evaluate",
+    "evaluating",
+    "finish",
+    "no_progress_bars",
+]

@@ -24,9 +24,11 @@ from hp_checkpoint.torch.extend import DTYPES
 from hp_dtensor import DeviceMesh, implicit_replication, init_parameters
 from hp_dtensor.torch.extend import local_view, materialize, wrap
 from hp_pipeline import PipelinedModel
+from hp_plan.adapters import base_name, is_of_adapter
 from hp_plan.application import apply
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.plan import ParallelPlan
+from hp_plan.torch.adapters import fill_adapter, without_adapter
 from hp_plan.torch.build import build_empty, build_model
 from hp_plan.torch.conversions import converted_entries
 from hp_plan.torch.folders import ignored_names, saved_tensors, ties_of
@@ -77,10 +79,12 @@ def build_parallel_model(plan: ParallelPlan, mesh: DeviceMesh | None = None) -> 
 def begin(plan: ParallelPlan) -> nn.Module:
     """Build the model to apply a plan to: on meta where `finish` can give it its weights."""
     section = plan.model
+    if plan.adapter.modules or (plan.adapter.kind is not None and not section.folder_has_weights):
+        return _whole(plan)  # modules that are trained whole begin as copies
     if section.folder_has_weights:
         empty = build_empty(plan)
         try:
-            _shards(empty, str(section.path))
+            _shards(_unadapted(plan, empty), str(section.path))
         except NotPlacedError as error:
             warnings.warn(f"[model] path: each rank builds the whole model, for {error}", stacklevel=2)
             return _whole(plan)
@@ -110,8 +114,16 @@ def finish(model: Any, plan: ParallelPlan) -> Any:
     materialize(model, torch.device(device))
     _compute_buffers(model)
     folder = str(plan.model.path)
-    _read_shards(model, folder, _shards(build_empty(plan), folder))  # of the whole model: this rank may have stages
+    # Of the whole model: this rank may have stages.
+    _read_shards(model, folder, _shards(build_empty(without_adapter(plan)), folder))
+    if plan.adapter.kind is not None:
+        fill_adapter(model, plan)
     return model
+
+
+def _unadapted(plan: ParallelPlan, empty: nn.Module) -> nn.Module:
+    """Return the model without an adapter, on meta."""
+    return empty if plan.adapter.kind is None else build_empty(without_adapter(plan))
 
 
 def _whole(plan: ParallelPlan) -> nn.Module:
@@ -199,8 +211,9 @@ def _by_saved_name(model: Any, saved: Mapping[str, Any]) -> dict[str, torch.Tens
     tied = getattr(model, "tied_names", {})
     state = model.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}
+    state = {name: value for name, value in state.items() if not is_of_adapter(name)}
     for name, value in state.items():
-        names.setdefault(id(value), []).extend([tied.get(name, name), name])
+        names.setdefault(id(value), []).extend(base_name(each) for each in (tied.get(name, name), name))
     tensors = {id(value): value for value in state.values()}
     return {next(name for name in each if name in saved): tensors[key] for key, each in names.items()}
 

@@ -33,9 +33,11 @@ class Trainer:
         name: of its class.
         size: number of elements of its parameters.
         operations: None; they are not counted.
+        adapter: None; a plan with one is refused.
     """
 
     operations = None
+    adapter = None
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan = plan

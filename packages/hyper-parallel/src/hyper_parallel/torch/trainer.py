@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hp_checkpoint.extend import has_safetensors
+from hp_checkpoint.extend import Adapter, has_safetensors
 from hp_moe import get_placement_state, rebalance, register_experts, report_drops, set_placement_state
 from hp_pipeline.torch.extend import count_operations
 from hp_plan import ParallelPlan, apply, build_optimizer, build_schedule
-from hp_plan.extend import multiple_of_first
+from hp_plan.extend import multiple_of_first, saved_name
 from hp_plan.torch.extend import (
+    adapter_texts,
     backward_loss,
     begin,
     clip_gradients,
@@ -45,6 +46,7 @@ class Trainer:
         schedule: of the optimizer's learning rate.
         name: of its class.
         size: number of elements of its parameters.
+        adapter: what a checkpoint has of the model, if not all.
         operations: of the model; None of those that aren't causal language models of transformers.
     """
 
@@ -56,6 +58,7 @@ class Trainer:
         model = begin(plan)
         self.name = type(model).__name__
         self.size = sum(parameter.numel() for parameter in model.parameters())
+        self.adapter = Adapter(saved_name, adapter_texts(model)) if plan.adapter.kind is not None else None
         causal = plan.model.of_transformers and self.name.endswith(("ForCausalLM", "LMHeadModel"))
         self.operations = count_operations(model, model.config) if causal else None
         self.model = finish(apply(model, plan), plan)
@@ -188,7 +191,11 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
         folder: of the checkpoint.
         tokens: number of tokens to write.
     """
-    if not plan.model.of_transformers or not has_safetensors(folder):  # the latter: it has files of each rank
+    if plan.adapter.kind is not None:  # whose model is in a folder of its own
+        readable = plan.model.folder_has_weights and (folder / "adapter_model.safetensors").is_file()
+    else:
+        readable = plan.model.of_transformers and has_safetensors(folder)  # not files of each rank
+    if not readable:
         return None
     from transformers import AutoModelForCausalLM
 

@@ -1,0 +1,96 @@
+"""Runs of a plan with an adapter: what a checkpoint has, how a run goes on from it, and how it is merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hp_checkpoint.extend import Ranks
+from hp_plan import ParallelPlan, build_model
+from hp_testing import on_ranks
+from hyper_parallel import checkpoints
+from hyper_parallel.worker import train
+
+pytestmark = pytest.mark.framework("torch")  # adapters are peft's
+MODEL = {
+    "config": "LlamaConfig",
+    "overrides": {
+        "vocab_size": 256,
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+
+
+def plan_of(place: Path, mesh: dict[str, int], steps: int) -> ParallelPlan:
+    return ParallelPlan.from_dict(
+        {
+            "model": {"path": str(place / "model")},
+            "adapter": {"kind": "lora", "rank": 2},
+            "mesh": mesh,
+            "data": {"paths": [str(place / "text")], "sequence_length": 8, "batch_size": 4, "tokenizer": "bytes"},
+            "optimizer": {"lr": 0.05},
+            "run": {"steps": steps, "dtype": "float64", "checkpoint_every": 2},
+            **({"fsdp": {"groups": ["model.layers.*"]}} if "dp_shard" in mesh else {}),
+        }
+    )
+
+
+@on_ranks(2)
+def test_a_run_goes_on_from_its_adapter_on_another_mesh_and_is_merged(tmp_path):
+    if torch.distributed.get_rank() == 0:
+        build_model(ParallelPlan.from_dict({"model": MODEL, "run": {"dtype": "float64"}})).save_pretrained(
+            tmp_path / "model"
+        )
+        (tmp_path / "text").write_bytes(b"to be or not to be, " * 20)
+    Ranks().gather(b" ")
+    whole = train(plan_of(tmp_path, {"dp_shard": 2}, 4), tmp_path / "whole")
+    train(plan_of(tmp_path, {"dp_shard": 2}, 4), tmp_path / "parts", until=2)
+    parts = train(plan_of(tmp_path, {"tp": 2}, 4), tmp_path / "parts", resume="auto")
+    if whole is None or parts is None:
+        return
+    assert whole.last_loss == pytest.approx(parts.last_loss, abs=1e-6)
+    folder = Path(parts.checkpoint)
+    names = {file.name for file in folder.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} < names
+    assert not names & {"model.safetensors", "config.json"}, "the model is in a folder of its own"
+    own, other = (load_file(Path(run.checkpoint) / "adapter_model.safetensors") for run in (parts, whole))
+    assert own.keys() == other.keys() and all("lora_" in name for name in own)
+    for name, value in own.items():
+        torch.testing.assert_close(value, other[name], atol=1e-9, rtol=1e-9)
+    states = json.loads((folder / "manifest.json").read_text())["parts"]["optimizer"]
+    assert all("lora_" in name for name in states), "of the adapter alone"
+    result = CliRunner().invoke(checkpoints.app, ["merge", str(tmp_path / "parts"), str(tmp_path / "merged")])
+    assert result.exit_code == 0, result.output
+    tokens = torch.arange(12)[None]
+    models = [
+        AutoModelForCausalLM.from_pretrained(place) for place in (tmp_path / "merged", folder, tmp_path / "model")
+    ]
+    merged, adapted, base = (model.double()(tokens).logits for model in models)
+    torch.testing.assert_close(merged, adapted, atol=1e-6, rtol=1e-6)
+    assert (merged - base).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (None, [], "has no adapter_config.json: it is not of a plan with [adapter]"),
+        ({"base_model_name_or_path": None}, [], "names no folder of a model; name it by --base"),
+        ({"base_model_name_or_path": "gone"}, [], "gone, the folder of the adapter's model, has no config.json"),
+        ({}, ["--base", "gone"], "gone, the folder of the adapter's model, has no config.json"),
+    ],
+)
+def test_what_can_not_be_merged(tmp_path, config, options, message):
+    if config is not None:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(checkpoints.app, ["merge", str(tmp_path), str(tmp_path / "new"), *options])
+    assert result.exit_code == 1 and message in " ".join((result.output + (result.stderr or "")).split())
