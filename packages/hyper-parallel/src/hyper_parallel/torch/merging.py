@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def merge(folder: Path, target: Path, *, base: Path, dtype: str | None) -> None:
     chosen = "auto" if dtype is None else getattr(torch, dtype, None)
     if not isinstance(chosen, (str, torch.dtype)):
         raise ValueError(f"--dtype {dtype}: expected a name such as bfloat16")
-    with no_progress_bars():
+    with no_progress_bars(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # which peft reads
         model = kind.from_pretrained(base, dtype=chosen, local_files_only=True)
         merged: Any = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload(safe_merge=True)
         part = target.with_name(f".{target.name}.part")
