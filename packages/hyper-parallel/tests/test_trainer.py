@@ -121,7 +121,7 @@ def test_the_checkpoints_with_the_smallest_validation_loss_stay(tmp_path):
 
 def validated_as(folder, losses, **options):
     """A run whose validations give these losses, and which is stopped between two of them."""
-    with mock.patch.object(Validation, "loss", lambda *_: losses.pop(0)):
+    with mock.patch.object(Validation, "values", lambda *_: [losses.pop(0)]):
         changed = {"keep": 1, "keep_best": 2}
         run(folder, {"dp_shard": 2}, 8, changed=changed, **options)
 

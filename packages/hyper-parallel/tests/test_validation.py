@@ -82,7 +82,9 @@ def test_a_validation_counts_only_batches_with_labels(tmp_path):
         "validation": {"paths": [str(tmp_path / "corpus.bin")], "batches": 2},
     }
     validation = Validation(read_plan(tables)[0], slice(0, 2), vocabulary=None)
-    answers = iter([(3.0, 8.0), (0.0, 0.0)])
-    assert validation.loss(SimpleNamespace(evaluate=lambda _: next(answers)), Ranks()) == 3.0
+    answers = iter([([3.0, 0.5], 8.0), ([0.0, 0.0], 0.0)])
+    trainer = SimpleNamespace(evaluate=lambda _: next(answers), measures=("accuracy",))
+    assert validation.values(trainer, Ranks()) == [3.0, 0.5]
+    answers = iter([([0.0, 0.0], 0.0)] * 2)
     with pytest.raises(DataError, match="no token to predict"):
-        validation.loss(SimpleNamespace(evaluate=lambda _: (0.0, 0.0)), Ranks())
+        validation.values(trainer, Ranks())

@@ -17,6 +17,7 @@ from hp_plan.expert_options import check_expert_options
 from hp_plan.experts import EXPERT_STYLES, check_auxiliary_loss, check_expert_axis, check_experts
 from hp_plan.memory import check_memory, check_states
 from hp_plan.micro_batches import check_accumulation, check_balance
+from hp_plan.objectives import check_objective, check_scores
 from hp_plan.optimizer_groups import check_group_values, check_groups, check_tied_groups
 from hp_plan.outline import (
     ModelOutline,
@@ -147,6 +148,7 @@ def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     diagnostics = [*_check_groups(plan, model), *_check_length(plan, model), *check_auxiliary_loss(plan, model)]
     diagnostics += [*_check_optimizer(plan, model), *check_attention(plan, model, blocks_of(model))]
     diagnostics += [*check_packing(plan, model), *check_answers(plan, model), *check_balance(plan, model)]
+    diagnostics += check_scores(plan, model)
     diagnostics += [*check_activations(plan, model), *check_compiled(plan, model)]
     if plan.mesh.tp == plan.mesh.ep == 1 and isinstance(plan.styles, str):
         return diagnostics  # No table is looked up where none is used.
@@ -339,5 +341,6 @@ _OF_NUMBERS = (
     check_compile,
     check_expert_options,
     check_adapter,
+    check_objective,
     _check_device,
 )

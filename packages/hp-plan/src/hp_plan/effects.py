@@ -16,6 +16,14 @@ _READ_BY: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "name",
         {"betas": _ADAMW, "eps": _ADAMW, "momentum": ("sgd",), "muon": ("muon",), "muon_momentum": ("muon",)},
     ),
+    "objective": (
+        "kind",
+        {
+            **dict.fromkeys(("beta", "loss", "label_smoothing"), ("dpo",)),
+            **dict.fromkeys(("temperature", "mix"), ("distill",)),
+            "reference": ("dpo", "distill"),
+        },
+    ),
     "schedule": ("kind", {"final": ("linear", "cosine", "wsd"), "decay_steps": ("wsd",), "decay": ("wsd",)}),
 }
 

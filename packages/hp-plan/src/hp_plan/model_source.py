@@ -15,18 +15,19 @@ from hp_platform import get_platform
 from hp_platform.extend import PLATFORMS
 
 
-def model_function(name: str, folder: str | None = None) -> Callable[..., Any]:
+def model_function(name: str, folder: str | None = None, *, key: str = "model.function") -> Callable[..., Any]:
     """Import the function called `name`.
 
     Args:
         name: `"package.module:function"`.
         folder: where the module, or its outermost package, lies; it is put on `sys.path`. None takes what is there.
+        key: of the plan, that names it.
 
     Raises:
         PlanError: the name has another form, the folder doesn't exist, the module can't be imported, or has no such
             function.
     """
-    diagnostics = check_names(name, folder)
+    diagnostics = check_names(name, folder, key=key)
     if diagnostics:
         raise PlanError(diagnostics)
     module_name, _, function_name = name.partition(":")
@@ -35,33 +36,33 @@ def model_function(name: str, folder: str | None = None) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise PlanError([_import_diagnostic(module_name, error)]) from error
+        raise PlanError([_import_diagnostic(key, module_name, error)]) from error
     if not hasattr(module, function_name):
         message = f"module '{module_name}' has no '{function_name}'"
-        raise PlanError([Diagnostic("model.function", message, near_misses(function_name, dir(module)))])
+        raise PlanError([Diagnostic(key, message, near_misses(function_name, dir(module)))])
     return getattr(module, function_name)
 
 
-def check_names(name: str, folder: str | None = None) -> list[Diagnostic]:
+def check_names(name: str, folder: str | None = None, *, key: str = "model.function") -> list[Diagnostic]:
     """Check a function's name and folder without importing anything."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         fix = 'write it as "package.module:function"'
-        return [Diagnostic("model.function", f"got '{name}', expected a module and a function", fix)]
+        return [Diagnostic(key, f"got '{name}', expected a module and a function", fix)]
     if folder is not None and not Path(folder).resolve().is_dir():
         fix = "give the folder of the function's module, or leave it out"
         return [Diagnostic("model.folder", f"the folder {folder} does not exist", fix)]
     return []
 
 
-def _import_diagnostic(name: str, error: ImportError) -> Diagnostic:
+def _import_diagnostic(key: str, name: str, error: ImportError) -> Diagnostic:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and f"{name}.".startswith(f"{missing}."):
         fix = "check the name, and that the module's folder is on PYTHONPATH or is [model] folder"
-        return Diagnostic("model.function", f"can't import '{name}': {error}", fix)
+        return Diagnostic(key, f"can't import '{name}': {error}", fix)
     fix = f"install {missing}, or take" if missing is not None else "correct its imports, or take"
     message = f"'{name}' was found, but one of its own imports failed: {error}"
-    return Diagnostic("model.function", message, f"{fix} an environment that has what it imports")
+    return Diagnostic(key, message, f"{fix} an environment that has what it imports")
 
 
 def check_returned(name: str, model: Any, expected: type) -> None:
@@ -86,18 +87,21 @@ def check_returned(name: str, model: Any, expected: type) -> None:
     raise PlanError([Diagnostic("model.function", message, "return the model from the function")])
 
 
-def check_function(name: str, folder: str | None = None, *, run_code: bool = True) -> list[Diagnostic]:
+def check_function(
+    name: str, folder: str | None = None, *, run_code: bool = True, key: str = "model.function"
+) -> list[Diagnostic]:
     """Check that a function can be found.
 
     Args:
         name: `"package.module:function"`.
         folder: where the module lies.
         run_code: import the module to look; else its name alone is read.
+        key: of the plan, that names it.
     """
     if not run_code:
-        return check_names(name, folder)
+        return check_names(name, folder, key=key)
     try:
-        model_function(name, folder)
+        model_function(name, folder, key=key)
     except PlanError as error:
         return list(error.diagnostics)
     return []

@@ -21,6 +21,7 @@ from hp_plan.sections import (
     MeshSection,
     MetricsSection,
     ModelSection,
+    ObjectiveSection,
     OptimizerSection,
     PipelineSection,
     ProfileSection,
@@ -39,6 +40,7 @@ SECTIONS: dict[str, type] = {
     "pipeline": PipelineSection,
     "fsdp": FsdpSection,
     "experts": ExpertsSection,
+    "objective": ObjectiveSection,
     "optimizer": OptimizerSection,
     "schedule": ScheduleSection,
     "data": DataSection,
@@ -72,6 +74,7 @@ class ParallelPlan:
         pipeline: the stages of the ranks on the axis `pp`, and their schedule.
         fsdp: the modules that are sharded together, and options.
         experts: how tokens come to experts that are spread over `ep`.
+        objective: the loss that training makes smaller.
         optimizer: the optimizer.
         schedule: its learning rate over time.
         data: the training text.
@@ -94,6 +97,7 @@ class ParallelPlan:
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     fsdp: FsdpSection = field(default_factory=FsdpSection)
     experts: ExpertsSection = field(default_factory=ExpertsSection)
+    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     data: DataSection = field(default_factory=DataSection)

@@ -320,9 +320,12 @@ def _read(plan: Path, assignments: Sequence[str] | None) -> dict[str, Any]:
         raise OSError(f"the plan {plan} can't be read: {error.strerror}{hint}") from None
 
 
+_FOLDERS = (("model", "path"), ("adapter", "weights"), ("objective", "reference"), ("data", "tokenizer"))
+
+
 def _with_folders(tables: dict[str, Any], plan: Path) -> dict[str, Any]:
-    """Name model, adapter and tokenizer in full: they lie beside the plan's file, or else in the working directory."""
-    for section, key in (("model", "path"), ("adapter", "weights"), ("data", "tokenizer")):
+    """Name models, adapter and tokenizer in full: they lie beside the plan's file, or else in the working directory."""
+    for section, key in _FOLDERS:
         table = tables.get(section)
         if not isinstance(table, dict):
             continue

@@ -280,8 +280,13 @@ def _cells(step: Step) -> tuple[str, ...]:
 
 def _remarks(step: Step) -> str:
     texts = [] if step.mfu is None else [f"{step.mfu:.1%} MFU"]
+    if step.accuracy is not None:
+        texts.append(f"{step.accuracy:.0%} in order by {step.margin:.3f}")
     if step.validation_loss is not None:
-        texts.append(f"validation loss {step.validation_loss:.4f} (perplexity {step.perplexity:,.1f})")
+        more = "" if step.perplexity is None else f" (perplexity {step.perplexity:,.1f})"
+        if step.validation_accuracy is not None:
+            more = f" ({step.validation_accuracy:.0%} in order by {step.validation_margin:.3f})"
+        texts.append(f"validation loss {step.validation_loss:.4f}{more}")
     return ", ".join(texts)
 
 

@@ -105,7 +105,11 @@ class Step:
         mfu: model FLOPs utilization: operations of the model's matrices and attention, of its forward and backward, as
             a part of what the devices could have done meanwhile. None where either isn't known.
         validation_loss: mean of a token of the validation data after the step; None where it isn't computed.
-        perplexity: of that loss.
+        perplexity: of that loss, where it is that of predicting tokens.
+        accuracy: part of the pairs of answers whose preferred one got more; None where the objective compares none.
+        margin: by how much, the mean of a pair.
+        validation_accuracy: the same of the validation data.
+        validation_margin: the same of the validation data.
         texts: what the model wrote after the step, for each of `validation.prompts`.
     """
 
@@ -120,6 +124,10 @@ class Step:
     mfu: float | None = None
     validation_loss: float | None = None
     perplexity: float | None = None
+    accuracy: float | None = None
+    margin: float | None = None
+    validation_accuracy: float | None = None
+    validation_margin: float | None = None
     texts: tuple[str, ...] = ()
 
     def metrics(self) -> dict[str, float]:

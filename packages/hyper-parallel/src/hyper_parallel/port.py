@@ -63,6 +63,8 @@ class Trainer(Protocol):
         ...
 
     operations: Operations | None
+    measures: Sequence[str]
+    measured: Sequence[Scalar] | None
 
     def gradients(self, rows: Rows) -> tuple[Scalar | None, Scalar]:
         """Compute gradients of this rank's samples; get its loss, if it has one, and their norm, maybe to come."""
@@ -80,8 +82,11 @@ class Trainer(Protocol):
         """Go on after a step that was loaded, with the experts as they were."""
         ...
 
-    def evaluate(self, rows: Rows) -> tuple[float, float]:
-        """Get the loss of this rank's samples without training on them, and the mean number of labels of a rank."""
+    def evaluate(self, rows: Rows) -> tuple[Sequence[float], float]:
+        """Get the loss of this rank's samples and what is measured beside it, and the mean number of labels of a rank.
+
+        Nothing is trained.
+        """
         ...
 
     def write(self, prompt: Sequence[int], count: int) -> list[int]:

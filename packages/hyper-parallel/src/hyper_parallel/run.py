@@ -272,6 +272,7 @@ class Run:
         last = loss is not None  # this rank has the model's last stage
         operations = self._operations(batch.rows)
         own = [loss if last else np.nan, norm, memory, batch.wait, operations, asked, last]
+        own += () if self.trainer.measured is None else self.trainer.measured
         return _Launched(self.step, lr, self._numbers(own), begun)
 
     def _operations(self, rows: Rows) -> float:
@@ -286,7 +287,7 @@ class Run:
     def _finished(self, launched: _Launched, *, validate: bool = False) -> Step:
         """Wait for the numbers of a step."""
         numbers = launched.numbers.read()
-        losses, norms, memory, waits, operations, asked, last = numbers.T
+        losses, norms, memory, waits, operations, asked, last, *measured = numbers.T
         seconds = (launched.ended or time.perf_counter()) - launched.begun
         # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
         losses = losses[last > 0].tolist()
@@ -297,11 +298,14 @@ class Run:
         self._asked = bool(asked.any())
         batch = self.plan.data.batch_size
         counted = float(operations.mean()) * batch / (self._rows.stop - self._rows.start)
+        names = self.trainer.measures
+        more = {name: float(column.mean()) for name, column in zip(names, measured, strict=True)}
         loss, texts = None, ()
         if validate:
             note_step("validate", launched.step)
             if self._validation is not None:
-                loss = self._validation.loss(self.trainer, self.ranks)
+                loss, *others = self._validation.values(self.trainer, self.ranks)
+                more |= {f"validation_{name}": value for name, value in zip(names, others, strict=True)}
                 self._losses = {launched.step: loss}
             texts = () if self._prompts is None else self._prompts.texts()
         return Step(
@@ -309,14 +313,15 @@ class Run:
             loss=mean,
             grad_norm=norm,
             lr=launched.lr,
-            tokens_per_second=batch * self.plan.data.sequence_length / seconds,
+            tokens_per_second=batch * self.plan.data.width * self.plan.data.sequence_length / seconds,
             peak_memory=max(self.peak_memory),
             seconds=seconds,
             data_wait=float(waits.max()),
             mfu=None if self._peak is None or np.isnan(counted) else counted / seconds / self._peak,
             validation_loss=loss,
-            perplexity=None if loss is None else math.exp(min(loss, 700.0)),
+            perplexity=None if loss is None or self.plan.objective.is_own else math.exp(min(loss, 700.0)),
             texts=texts,
+            **more,
         )
 
     def _say_last_words(self, error: Exception) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import struct
 
 import numpy as np
 
@@ -12,8 +11,6 @@ from hp_checkpoint.extend import Ranks
 from hp_plan import DataSection, ParallelPlan
 from hyper_parallel.data import DataError, open_samples
 from hyper_parallel.port import Trainer
-
-_SUM = struct.Struct("<dd")  # a rank's loss times labels, and labels
 
 
 def validation_data(plan: ParallelPlan) -> DataSection:
@@ -53,8 +50,8 @@ class Validation:
         self._samples = open_samples(validation_data(plan), seed=0, vocabulary=vocabulary)
         self._size, self._batches, self._rows = plan.data.batch_size, plan.validation.batches, rows
 
-    def loss(self, trainer: Trainer, ranks: Ranks) -> float:
-        """Return the mean loss of a token over all samples; every rank calls it.
+    def values(self, trainer: Trainer, ranks: Ranks) -> list[float]:
+        """Return the mean loss of a token, or pair, over all samples, and what is measured; every rank calls it.
 
         Args:
             trainer: whose model is validated; it, the random numbers and the training data stay as they are.
@@ -63,15 +60,15 @@ class Validation:
         Raises:
             DataError: no sample has a token to predict; on all ranks.
         """
-        total = labels = 0.0
+        own = np.zeros(2 + len(trainer.measures))
         for batch in range(self._batches):
             first = batch * self._size
             numbers = np.arange(first + self._rows.start, first + self._rows.stop)
-            loss, count = trainer.evaluate(self._samples.rows(numbers))
-            total, labels = total + loss * count, labels + count
-        everyone = [_SUM.unpack(record) for record in ranks.gather(_SUM.pack(total, labels))]
-        counted = math.fsum(labels for _, labels in everyone)
+            values, count = trainer.evaluate(self._samples.rows(numbers))
+            own += np.array([1.0, *values]) * count
+        everyone = np.array([np.frombuffer(record) for record in ranks.gather(own.tobytes())])
+        counted, *totals = (math.fsum(column) for column in everyone.T)
         if not counted:
             message = "the samples to validate on have no token to predict: each document of them is one token long"
             raise DataError(message, "give longer documents, or make validation.batches larger")
-        return math.fsum(total for total, _ in everyone) / counted
+        return [total / counted for total in totals]

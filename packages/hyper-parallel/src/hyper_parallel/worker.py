@@ -184,7 +184,7 @@ def train(
         steps=len(curve),
         first_loss=curve.losses[0],
         last_loss=curve.last_loss,
-        tokens=run.sample * plan.data.sequence_length,
+        tokens=run.sample * plan.data.width * plan.data.sequence_length,
         seconds=curve.seconds,
         peak_memory=run.peak_memory,
         folder=str(folder),

@@ -8,6 +8,7 @@ from hp_plan.sections.distribution import ContextSection, FsdpSection, PipelineS
 from hp_plan.sections.experts import ExpertsSection
 from hp_plan.sections.mesh import AXES, MeshSection
 from hp_plan.sections.model import ModelSection
+from hp_plan.sections.objective import ObjectiveSection
 from hp_plan.sections.optimization import OptimizerGroup, OptimizerSection, ScheduleSection, schedule_factor
 from hp_plan.sections.running import DataSection, MemorySection, RunSection
 from hp_plan.sections.watching import MetricsSection, ProfileSection, ValidationSection
@@ -24,6 +25,7 @@ __all__ = [
     "MeshSection",
     "MetricsSection",
     "ModelSection",
+    "ObjectiveSection",
     "OptimizerGroup",
     "OptimizerSection",
     "PipelineSection",

@@ -34,7 +34,7 @@ class DataSection:
         packing: of token files, or with a tokenizer: each sample holds whole documents, which don't see each other and
             of whose first token no loss is taken; false cuts samples from the tokens of all documents side by side.
         sequence_length: tokens of one sample.
-        batch_size: samples of one step over all ranks.
+        batch_size: samples of one step over all ranks; pairs, of preferences.
         max_bytes: read no more than this of text as bytes.
     """
 
@@ -48,6 +48,11 @@ class DataSection:
     sequence_length: int = at_least(2, 128)
     batch_size: int = at_least(1, 8)
     max_bytes: int = at_least(1, 64_000_000)
+
+    @property
+    def width(self) -> int:
+        """Rows of one sample: two of a pair of answers."""
+        return 2 if self.format == "preference" else 1
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.sections import schedule_factor
 from hp_plan.torch import folders, pretrained
 from hp_plan.torch.adapters import add_adapter, freeze, without_adapter
+from hp_plan.torch.objectives import check_objective_sources
 
 # Keys of [model], one of which says what the model is.
 _SOURCES = ("config", "path", "function")
@@ -103,13 +104,13 @@ def check_model_section(plan: ParallelPlan, *, run_code: bool = True) -> list[Di
         plan: the plan.
         run_code: import the module of `[model] function` to look for it there.
     """
-    section = plan.model
+    section, objective = plan.model, check_objective_sources(plan, run_code=run_code)
     given = [name for name in _SOURCES if getattr(section, name) is not None]
     if len(given) != 1:
         got = " and ".join(map(repr, given)) if given else "neither 'config' nor 'path' nor 'function'"
         fix = 'give one: config = "Qwen3Config", path = "folder/of/a/model" or function = "package.module:function"'
-        return [Diagnostic("model", f"[model] has {got}", fix)]
-    weights = check_weights(section.weights_file)
+        return [Diagnostic("model", f"[model] has {got}", fix), *objective]
+    weights = [*check_weights(section.weights_file), *objective]
     if section.function is not None:
         return [*check_function(section.function, section.folder, run_code=run_code), *weights]
     if section.path is not None:
@@ -118,7 +119,7 @@ def check_model_section(plan: ParallelPlan, *, run_code: bool = True) -> list[Di
         config = pretrained.config_class(str(section.config))
         pretrained.model_class(config, section.task)
     except PlanError as error:
-        return list(error.diagnostics)
+        return [*error.diagnostics, *objective]
     return [*pretrained.check_settings(config, section.overrides), *weights]
 
 

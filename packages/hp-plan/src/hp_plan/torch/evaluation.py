@@ -12,7 +12,7 @@ from torch import nn
 from hp_fsdp import FSDPModule
 from hp_plan.micro_batches import IGNORED, cut_rows
 from hp_plan.plan import ParallelPlan
-from hp_plan.torch.models import loss_inputs
+from hp_plan.torch.models import batch_of, loss_inputs
 from hp_platform import get_platform
 
 __all__ = ["evaluate", "evaluating"]
@@ -25,6 +25,7 @@ def evaluate(
     *,
     labels: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    objective: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the loss of this rank's samples, without gradients and without dropout.
 
@@ -36,11 +37,14 @@ def evaluate(
         tokens: (samples, sequence length).
         labels: of samples of several documents, `IGNORED` where nothing is to be predicted.
         positions: of each token in its document, of such samples.
+        objective: of the plan, if its loss is not the model's own.
 
     Returns:
-        The loss, whose mean over all ranks is that of the batch, and the mean number of labels of a rank; both 0
-        without any.
+        The loss and what the objective measures, of shape (1 + its names,), whose means over all ranks are those of the
+        batch, and the mean number of labels, or pairs, of a rank; all 0 without any.
     """
+    if objective is not None:
+        return _of_objective(plan, model, batch_of(tokens, labels, positions), objective)
     inputs = loss_inputs(plan, tokens)
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         inputs["output_router_logits"] = False
@@ -57,7 +61,20 @@ def evaluate(
         for part in parts:
             own = {name: value[part] if _of_samples(value) else value for name, value in inputs.items()}
             total += model(**own)["loss"]
-    return total if labels is not None else total / len(parts), count
+    return (total if labels is not None else total / len(parts))[None], count
+
+
+def _of_objective(
+    plan: ParallelPlan, model: nn.Module, batch: dict[str, torch.Tensor], objective: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = batch["labels"]
+    sums = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=labels.device)
+    with evaluating(model), torch.no_grad():
+        for part in cut_rows(plan, len(labels)):
+            total, measured = objective(model, {name: value[part] for name, value in batch.items()})
+            sums += torch.cat([total[None], measured])
+    count = _mean_of_ranks(torch.tensor(objective.items(labels), device=labels.device))
+    return sums / torch.where(count > 0, count, 1.0), count
 
 
 def _of_samples(value: Any) -> bool:
@@ -66,8 +83,11 @@ def _of_samples(value: Any) -> bool:
 
 def _mean_labels(labels: torch.Tensor) -> torch.Tensor:
     """Return the number of labels that count, averaged over all ranks; those of `tp` have the same."""
-    groups, collectives = get_platform().groups, get_platform().collectives
-    count = (labels[:, 1:] != IGNORED).sum().double()  # nothing comes before the first
+    return _mean_of_ranks((labels[:, 1:] != IGNORED).sum())  # nothing comes before the first
+
+
+def _mean_of_ranks(own: torch.Tensor) -> torch.Tensor:
+    groups, collectives, count = get_platform().groups, get_platform().collectives, own.double()
     collectives.all_reduce(count, group=groups.default_group())
     return count / groups.size()
 

@@ -6,13 +6,14 @@ from hp_plan.torch.adapters import adapter_texts
 from hp_plan.torch.evaluation import evaluate, evaluating
 from hp_plan.torch.folders import no_progress_bars
 from hp_plan.torch.loss import backward_loss
-from hp_plan.torch.materialize import begin, finish
+from hp_plan.torch.materialize import begin, build_objective, finish
 from hp_plan.torch.training import clip_gradients
 
 __all__ = [
     "adapter_texts",
     "backward_loss",
     "begin",
+    "build_objective",
     "clip_gradients",
     "evaluate",
     "evaluating",

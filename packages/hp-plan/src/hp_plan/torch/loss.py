@@ -14,7 +14,8 @@ from hp_plan.draws import draws
 from hp_plan.micro_batches import IGNORED, Shares, cut_rows, share_out
 from hp_plan.plan import ParallelPlan
 from hp_plan.torch.context import counts_tokens
-from hp_plan.torch.models import base, loss_inputs
+from hp_plan.torch.models import base, batch_of, loss_inputs
+from hp_plan.torch.objectives import Objective
 from hp_platform import get_platform
 
 __all__ = ["backward_loss", "gives_items"]
@@ -30,6 +31,8 @@ def backward_loss(
     labels: T | None = None,
     positions: T | None = None,
     begins: Callable[[int], None] | None = None,
+    objective: Objective | None = None,
+    measured: Callable[[T], None] | None = None,
 ) -> T | None:
     """Compute the loss of this rank's samples, one micro-batch after the other, and add its gradients.
 
@@ -41,6 +44,8 @@ def backward_loss(
             before. None is all tokens. Given on all ranks or on none.
         positions: of each token in its document, of samples of several.
         begins: called with the number of each micro-batch before it.
+        objective: of the plan, if its loss is not the model's own.
+        measured: called with what the objective measures of this rank's samples, a mean for each of its names.
 
     Returns:
         The loss, whose mean over ranks with other samples is the step's; of a model in stages None on ranks without the
@@ -50,6 +55,8 @@ def backward_loss(
         ValueError: on all ranks: labels are left out, and the model's loss is not known to count them.
     """
     rows = cut_rows(plan, len(tokens))
+    if objective is not None:
+        return _backward_objective(plan, model, rows, batch_of(tokens, labels, positions), objective, begins, measured)
     shares, items = _shares(plan, model, labels, rows)
     inputs = loss_inputs(plan, tokens)
     if labels is not None and (items or not _all_count(labels)):
@@ -59,26 +66,68 @@ def backward_loss(
     if items:
         divisor = torch.tensor(shares.divisor, dtype=torch.float64, device=tokens.device)
         inputs["num_items_in_batch"] = divisor
-    draw = draws(plan, len(rows))
     if isinstance(model, PipelinedModel):
-        draw(0)
+        draws(plan, len(rows))(0)
         losses = model.run(**inputs)
         return torch.stack(losses).mean().detach() if losses else None
-    total = torch.zeros((), dtype=torch.float64, device=tokens.device)
+
+    def loss_of(part: slice, number: int) -> T:
+        own = {name: value[part] if _of_samples(value) else value for name, value in inputs.items()}
+        with _sees_items(model) if items and plan.mesh.cp == 1 else contextlib.nullcontext():
+            loss = model(**own)["loss"]
+        weight = 1.0 if items else shares.weights[number]
+        return loss if weight == 1.0 else loss * weight
+
+    return _backward(plan, model, rows, loss_of, begins) * shares.scale
+
+
+def _backward_objective(
+    plan: ParallelPlan,
+    model: Any,
+    rows: list[slice],
+    batch: dict[str, T],
+    objective: Objective,
+    begins: Callable[[int], None] | None,
+    measured: Callable[[T], None] | None,
+) -> T:
+    """See Note [Sums over pairs and labels] in `hp_plan.torch.objectives`."""
+    labels, sums, groups = batch["labels"], list[T](), get_platform().groups
+    own = [objective.items(labels[part]) for part in rows]
+    everyone = [own] * groups.size() if objective.pairs else _gathered(own, labels.device)
+    shares = share_out(plan, everyone, groups.rank())
+
+    def loss_of(part: slice, number: int) -> T:
+        total, sum_of = objective(model, {name: value[part] for name, value in batch.items()})
+        sums.append(sum_of)
+        return total / shares.divisor
+
+    result = _backward(plan, model, rows, loss_of, begins) * shares.scale
+    if measured is not None and objective.names:
+        measured(torch.stack(sums).sum(0) / objective.items(labels))
+    return result
+
+
+def _backward(
+    plan: ParallelPlan,
+    model: Any,
+    rows: list[slice],
+    loss_of: Callable[[slice, int], T],
+    begins: Callable[[int], None] | None,
+) -> T:
+    """Go backward from the loss of each micro-batch, and return their sum."""
+    draw, total = draws(plan, len(rows)), None
     with _reduced_at_end(model, len(rows), plan.run.deterministic) as begin:
         for number, part in enumerate(rows):
             begin(number)
             draw(number)
             if begins is not None:
                 begins(number)
-            own = {name: value[part] if _of_samples(value) else value for name, value in inputs.items()}
-            with _sees_items(model) if items and plan.mesh.cp == 1 else contextlib.nullcontext():
-                loss = model(**own)["loss"]
-            weight = 1.0 if items else shares.weights[number]
-            loss = loss if weight == 1.0 else loss * weight
+            loss = loss_of(part, number)
             loss.backward()
-            total += _addend(loss) if plan.run.deterministic else loss.detach()
-    return total * shares.scale
+            addend = _addend(loss) if plan.run.deterministic else loss.detach().double()
+            total = addend if total is None else total + addend
+    assert total is not None
+    return total
 
 
 def _addend(loss: T) -> T:
@@ -109,22 +158,26 @@ def _shares(plan: ParallelPlan, model: Any, labels: T | None, rows: list[slice])
     Raises:
         ValueError: it can't be given uneven numbers of labels; on all ranks.
     """
-    groups, collectives = get_platform().groups, get_platform().collectives
-    size, rank = groups.size(), groups.rank()
+    size, rank = get_platform().groups.size(), get_platform().groups.rank()
     if labels is None:
         return share_out(plan, [[1] * len(rows)] * size, rank), False
     counts = [int((labels[part, 1:] != IGNORED).sum()) for part in rows]
     full = _all_count(labels)
-    own = torch.tensor([*counts, int(full), int(_divides(plan, model))], device=labels.device)
-    gathered = own.new_empty(size * len(own))
-    collectives.all_gather(gathered, own, group=groups.default_group())
-    everyone = gathered.view(size, -1).tolist()
+    everyone = _gathered([*counts, int(full), int(_divides(plan, model))], labels.device)
     shares = share_out(plan, [each[: len(rows)] for each in everyone], rank)
     if all(each[-1] for each in everyone):
         return shares, True
     if not all(each[-2] for each in everyone):
         _check_means(plan, model, [each[: len(rows)] for each in everyone])
     return shares, False
+
+
+def _gathered(own: list[int], device: torch.device) -> list[list[int]]:
+    """Return the numbers of every rank."""
+    groups, sent = get_platform().groups, torch.tensor(own, device=device)
+    gathered = sent.new_empty(groups.size() * len(own))
+    get_platform().collectives.all_gather(gathered, sent, group=groups.default_group())
+    return gathered.view(groups.size(), -1).tolist()
 
 
 def _check_means(plan: ParallelPlan, model: Any, counts: list[list[int]]) -> None:

@@ -27,11 +27,13 @@ from hp_pipeline import PipelinedModel
 from hp_plan.adapters import base_name, is_of_adapter
 from hp_plan.application import apply
 from hp_plan.diagnostics import Diagnostic, PlanError
+from hp_plan.objectives import reference_plan
 from hp_plan.plan import ParallelPlan
 from hp_plan.torch.adapters import fill_adapter, without_adapter
 from hp_plan.torch.build import build_empty, build_model
 from hp_plan.torch.conversions import converted_entries
 from hp_plan.torch.folders import ignored_names, saved_tensors, ties_of
+from hp_plan.torch.objectives import Objective
 from hp_plan.torch.placed import NotPlacedError
 from hp_platform import get_platform
 
@@ -74,6 +76,21 @@ def build_parallel_model(plan: ParallelPlan, mesh: DeviceMesh | None = None) -> 
     """
     model = begin(plan)
     return finish(apply(model, plan, mesh), plan)
+
+
+def build_objective(plan: ParallelPlan) -> Objective | None:
+    """Build the plan's objective, with the model that it compares with under the plan; None for the model's own loss.
+
+    Args:
+        plan: the plan.
+
+    Raises:
+        PlanError: as `build_parallel_model`, of the second model.
+    """
+    if not plan.objective.is_own:
+        return None
+    other = reference_plan(plan)
+    return Objective(plan, None if other is None else build_parallel_model(other))
 
 
 def begin(plan: ParallelPlan) -> nn.Module:

@@ -273,3 +273,17 @@ def loss_inputs(plan: ParallelPlan, tokens: torch.Tensor) -> dict[str, Any]:
     # transformers fills a key-value cache unless told that nothing is generated.
     options = {"use_cache": False} if plan.model.of_transformers else {}
     return {"input_ids": tokens, "labels": tokens, **options}
+
+
+def batch_of(
+    tokens: torch.Tensor, labels: torch.Tensor | None, positions: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return what an objective takes.
+
+    Args:
+        tokens: (samples, sequence length).
+        labels: as of `backward_loss`.
+        positions: as of `backward_loss`.
+    """
+    batch = {"input_ids": tokens, "labels": tokens if labels is None else labels}
+    return batch if positions is None else {**batch, "position_ids": positions}

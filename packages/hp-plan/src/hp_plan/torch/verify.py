@@ -13,6 +13,7 @@ from torch import nn
 from hp_plan.application import apply
 from hp_plan.memory import BYTES, memory_left, training_bytes
 from hp_plan.micro_batches import IGNORED
+from hp_plan.objectives import reference_plan
 from hp_plan.plan import ParallelPlan, context_tokens, data_parallel_rows
 from hp_plan.port import models
 from hp_plan.sections import CompileSection, MemorySection
@@ -21,7 +22,9 @@ from hp_plan.torch.compared import Compared
 from hp_plan.torch.context_guard import unguarded
 from hp_plan.torch.float64 import Float64
 from hp_plan.torch.loss import backward_loss, gives_items
-from hp_plan.torch.models import loss_inputs
+from hp_plan.torch.materialize import build_objective
+from hp_plan.torch.models import batch_of, loss_inputs
+from hp_plan.torch.objectives import Objective
 from hp_plan.torch.training import clip_gradients
 from hp_plan.verification import VerifyResult
 from hp_platform import get_platform
@@ -52,9 +55,9 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
     with Float64() as mode:
         device = get_platform().devices.current_device()
         single, parallel = build_model(plan).to(device), apply(build_model(plan).to(device), plan)
-        runs = [_Run(plan, single), _Run(plan, parallel)]
+        runs = [_Run(plan, single, _alone(plan, device)), _Run(plan, parallel, build_objective(plan))]
         compared = Compared(plan, single, parallel)
-        rows, places = data_parallel_rows(plan), context_tokens(plan)
+        rows, places = _rows(plan), context_tokens(plan)
         vocabulary = getattr(getattr(single, "config", None), "vocab_size", 256)
         alike = True
         leaves_out = _leaves_out(plan, build_model(plan).to(device))
@@ -133,15 +136,19 @@ class _Batch:
 class _Run:
     """One of the two programs: a model and its optimizer."""
 
-    def __init__(self, plan: ParallelPlan, model: nn.Module) -> None:
-        self._plan, self._model = plan, model
+    def __init__(self, plan: ParallelPlan, model: nn.Module, objective: Objective | None) -> None:
+        self._plan, self._model, self._objective = plan, model, objective
         self._optimizer = build_optimizer(plan, model.named_parameters())
         self._schedule = build_schedule(plan, self._optimizer)
 
     def whole(self, batch: _Batch) -> float:
         """Forward and backward of one process, in one piece."""
         self._optimizer.zero_grad()
-        loss = self._model(**batch.inputs(self._plan))["loss"]
+        if self._objective is None:
+            loss = self._model(**batch.inputs(self._plan))["loss"]
+        else:
+            own = batch_of(batch.tokens, batch.labels, batch.positions)
+            loss = self._objective(self._model, own)[0] / self._objective.items(own["labels"])
         loss.backward()
         return loss.item()
 
@@ -149,6 +156,7 @@ class _Run:
         """Forward and backward of this rank's samples under the plan; the loss, on ranks that have it."""
         self._optimizer.zero_grad()
         options = {"labels": batch.labels, "positions": batch.positions, "begins": begins}
+        options["objective"] = self._objective
         loss = backward_loss(self._plan, self._model, batch.tokens, **options)
         return None if loss is None else loss.item()
 
@@ -163,7 +171,7 @@ class _Run:
 def _batch(plan: ParallelPlan, vocabulary: int, step: int, leaves_out: bool) -> _Batch:
     """Draw the same random samples on every rank, with labels of which some are left out or with none."""
     generator = torch.Generator().manual_seed(plan.run.seed * 1_000_003 + step)
-    shape = (plan.data.batch_size, plan.data.sequence_length)
+    shape = (plan.data.batch_size * plan.data.width, plan.data.sequence_length)
     device = get_platform().devices.current_device()
     whole = _Batch(torch.randint(vocabulary, shape, generator=generator, dtype=torch.int64).to(device))
     chance = torch.rand(shape, generator=generator)
@@ -181,8 +189,24 @@ def _batch(plan: ParallelPlan, vocabulary: int, step: int, leaves_out: bool) -> 
     return whole
 
 
+def _rows(plan: ParallelPlan) -> slice:
+    """Return this rank's rows of a batch, of which a sample has several where it is a pair."""
+    samples, width = data_parallel_rows(plan), plan.data.width
+    return slice(samples.start * width, samples.stop * width)
+
+
+def _alone(plan: ParallelPlan, device: torch.device) -> Objective | None:
+    """Return the plan's objective in one process."""
+    if not plan.objective.is_own:
+        return None
+    other = reference_plan(plan)
+    return Objective(plan, None if other is None else build_model(other).to(device))
+
+
 def _leaves_out(plan: ParallelPlan, model: nn.Module) -> bool:
     """Return True if the model's loss counts labels. It is run once, and may keep a state: it is none of the two."""
+    if plan.objective.is_own:
+        return True
     tokens = torch.zeros(
         1, plan.data.sequence_length, dtype=torch.int64, device=get_platform().devices.current_device()
     )

@@ -34,10 +34,14 @@ class Trainer:
         size: number of elements of its parameters.
         operations: None; they are not counted.
         adapter: None; a plan with one is refused.
+        measures: nothing is measured beside the loss.
+        measured: None.
     """
 
     operations = None
     adapter = None
+    measures: Sequence[str] = ()
+    measured = None
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan = plan
@@ -114,7 +118,7 @@ class Trainer:
     def go_on(self, step: int, experts: Mapping[str, Any] | None) -> None:
         """Go on after a step whose weights and states have been loaded: nothing else is counted."""
 
-    def evaluate(self, rows: Rows) -> tuple[float, float]:
+    def evaluate(self, rows: Rows) -> tuple[list[float], float]:
         """Compute a loss without training on it.
 
         Args:
@@ -128,7 +132,7 @@ class Trainer:
             loss: Any = forward_loss(self._plan, self.model, Tensor(rows.tokens))
         finally:
             self.model.set_train()
-        return float(loss.asnumpy()), float(rows.tokens.size - len(rows))
+        return [float(loss.asnumpy())], float(rows.tokens.size - len(rows))
 
     def write(self, prompt: Sequence[int], count: int) -> list[int]:
         """Refuse to: a function's model says of no way to generate; the plan is refused before."""

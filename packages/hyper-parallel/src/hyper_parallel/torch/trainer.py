@@ -21,6 +21,7 @@ from hp_plan.torch.extend import (
     adapter_texts,
     backward_loss,
     begin,
+    build_objective,
     clip_gradients,
     evaluate,
     evaluating,
@@ -47,7 +48,10 @@ class Trainer:
         name: of its class.
         size: number of elements of its parameters.
         adapter: what a checkpoint has of the model, if not all.
-        operations: of the model; None of those that aren't causal language models of transformers.
+        operations: of the model; None of those that aren't causal language models of transformers, or are trained with
+            an objective that calls them otherwise.
+        measures: names of what is measured of a step beside its loss.
+        measured: a mean of this rank's samples of the last step for each of them; None without names.
     """
 
     def __init__(self, plan: ParallelPlan) -> None:
@@ -59,10 +63,17 @@ class Trainer:
         self.name = type(model).__name__
         self.size = sum(parameter.numel() for parameter in model.parameters())
         self.adapter = Adapter(saved_name, adapter_texts(model)) if plan.adapter.kind is not None else None
-        causal = plan.model.of_transformers and self.name.endswith(("ForCausalLM", "LMHeadModel"))
+        causal = (
+            plan.model.of_transformers
+            and not plan.objective.is_own
+            and self.name.endswith(("ForCausalLM", "LMHeadModel"))
+        )
         self.operations = count_operations(model, model.config) if causal else None
         self.model = finish(apply(model, plan), plan)
         del model  # with pp it has other ranks' stages
+        self._objective = build_objective(plan)
+        self.measures = () if self._objective is None else self._objective.names
+        self.measured: torch.Tensor | None = None
         self.optimizer = build_optimizer(plan, self.model.named_parameters())
         self.schedule = build_schedule(plan, self.optimizer)
         self._multiple = multiple_of_first(self.optimizer, self.model.named_parameters(), plan)
@@ -84,8 +95,12 @@ class Trainer:
             before clipping.
         """
         self.optimizer.zero_grad()
-        loss = backward_loss(self._plan, self.model, **self._inputs(rows))
+        options: dict[str, Any] = {"objective": self._objective, "measured": self._measure}
+        loss = backward_loss(self._plan, self.model, **self._inputs(rows), **options)
         return loss, clip_gradients(self.model, self._plan.run.grad_clip)
+
+    def _measure(self, means: torch.Tensor) -> None:
+        self.measured = means
 
     def update(self) -> None:
         """Take the optimizer's step, the schedule's, and look at the experts."""
@@ -121,17 +136,18 @@ class Trainer:
         if self._plan.experts.capacity is not None:
             report_drops(self.model)
 
-    def evaluate(self, rows: Rows) -> tuple[float, float]:
-        """Compute a loss without training on it.
+    def evaluate(self, rows: Rows) -> tuple[list[float], float]:
+        """Compute a loss without training on it, and what is measured beside it.
 
         Args:
             rows: this rank's samples.
 
         Returns:
-            The loss, whose mean over ranks is the batch's, and the mean number of labels of a rank.
+            The loss and a number for each of `measures`, whose means over ranks are the batch's, and the mean number of
+            labels, or pairs, of a rank.
         """
-        loss, labels = evaluate(self._plan, self.model, **self._inputs(rows))
-        return loss.item(), labels.item()
+        values, items = evaluate(self._plan, self.model, **self._inputs(rows), objective=self._objective)
+        return values.tolist(), items.item()
 
     def write(self, prompt: Sequence[int], count: int) -> list[int]:
         """Let the model go on with tokens; every rank calls it, and gets the same.
