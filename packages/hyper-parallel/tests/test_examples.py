@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
 from hp_plan import DataSection, ParallelPlan, build_model
@@ -20,13 +21,11 @@ from hyper_parallel.data.preparing import is_prepared, prepare
 from hyper_parallel.data.samples import IGNORED
 from hyper_parallel.data.tokenizing import Bytes, read_tokenizer
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from chat_models import CHATML, save_tokenizer, write
+
 pytestmark = pytest.mark.framework("torch")  # transformers reads chat templates
-SPECIAL = ["<end>", "<s>", "<|im_start|>", "<|im_end|>"]
-CHATML = (
-    "{% if tools %}tools: {{ tools | length }}\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
@@ -51,26 +50,6 @@ TALK = [
 @pytest.fixture
 def folder(tmp_path):
     return save_tokenizer(tmp_path / "model", CHATML)
-
-
-def save_tokenizer(folder: Path, template: str | None) -> Path:
-    """Write a tokenizer that has a token for each byte, and for what is special."""
-    folder.mkdir()
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    own = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-    own.add_special_tokens(SPECIAL)
-    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = decoders.ByteLevel()
-    own.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", own.token_to_id("<s>"))])
-    own.save(str(folder / "tokenizer.json"))
-    described = {"eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
-    return folder
-
-
-def write(path: Path, *rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def texts(folder: Path, file: Path, format: str) -> list[tuple[str, list[str]]]:

@@ -12,7 +12,7 @@ def check_validation(plan: ParallelPlan) -> list[Diagnostic]:
     section, diagnostics = plan.validation, []
     if section.paths and plan.mesh.pp > 1:
         message = f"got {list(section.paths)}, but with pp = {plan.mesh.pp} a model can't be validated yet"
-        fix = "leave [validation] out and validate the checkpoints, or leave pp out"
+        fix = "leave [validation] out, and evaluate the checkpoints with --set mesh.pp=1; or leave pp out"
         diagnostics.append(Diagnostic("validation.paths", message, fix))
     reason = _no_text(plan)
     if section.prompts and reason is not None:

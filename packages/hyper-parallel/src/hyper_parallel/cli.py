@@ -48,8 +48,9 @@ from hyper_parallel import checkpoints, pipeline, showing, worker
 from hyper_parallel.checking import check_first_call, check_run
 from hyper_parallel.data.command import app as data_app
 from hyper_parallel.debugging import hand_over_terminal
-from hyper_parallel.display import findings_table, make_console, settings_table, verify_table
+from hyper_parallel.display import evaluation_text, findings_table, make_console, settings_table, verify_table
 from hyper_parallel.doctor import examine_machine
+from hyper_parallel.evaluating import check_checkpoint
 from hyper_parallel.launch import Job, Resume
 from hyper_parallel.output import OutputError, claimed, prepare_folder
 from hyper_parallel.port import launcher
@@ -152,6 +153,45 @@ def verify(plan: PlanFile, nproc: Ranks = None, assignments: Set = None, json_li
             _show_verified(result, json_lines=json_lines)
         if not result.passed:
             raise typer.Exit(1)
+
+
+@app.command(name="evaluate")
+def evaluate_plan(
+    plan: PlanFile,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN]", help="A run's folder, or a checkpoint; else the plan's weights."),
+    ] = None,
+    nproc: Ranks = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH...", help="Data; by default validation.paths, else data.paths.", show_default=False),
+    ] = None,
+    batches: Annotated[
+        int | None, typer.Option(min=1, help="At most so many batches; by default all.", show_default=False)
+    ] = None,
+    assignments: Set = None,
+    json_lines: Json = False,
+) -> None:
+    """Compute the loss of a checkpoint on data, over every token that counts; on any mesh but pp."""
+    with user_errors():
+        tables = _read(plan, assignments)
+        _set_environment(tables, plan)
+        newest = None if checkpoint is None else check_checkpoint(checkpoint)
+        validation = tables.pop("validation", None)
+        paths = data or (validation.get("paths") if isinstance(validation, dict) else None)
+        if paths:
+            _override(tables, "data", "paths", list(paths))
+            tables["data"].pop("weights", None)
+        ranks = _prepare(tables, nproc)
+        checked = _checked(tables, ranks, training=True)
+        if checked.mesh.pp > 1:
+            message = f"got {checked.mesh.pp}, but a model in stages is not evaluated"
+            raise PlanError([Diagnostic("mesh.pp", message, "--set mesh.pp=1: a checkpoint loads on any mesh")])
+        result = _run(worker.evaluate_rank, Job(checked, until=batches, checkpoint=newest), ranks)
+        if leads():
+            shown = json.dumps(dataclasses.asdict(result)) if json_lines else None
+            typer.echo(evaluation_text(result) if shown is None else shown)
 
 
 @app.command(name="lint")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from hp_plan.extend import Setting
     from hyper_parallel.doctor import Finding
+    from hyper_parallel.evaluating import Evaluation
 
 _COLUMNS = {"step": 6, "loss": 9, "grad norm": 10, "tokens/s": 10, "peak memory a rank": 19, "": 0}
 
@@ -208,6 +209,16 @@ def print_summary(console: Console, summary: Summary, *, title: str) -> None:
         console.print(Panel(Text(summary.sample), title="written by the model, loaded back from the checkpoint"))
 
 
+def evaluation_text(result: Evaluation) -> str:
+    """Say what a model is worth on some data."""
+    numbers = [f"loss {result.loss:.4f}"]
+    numbers += [] if result.perplexity is None else [f"perplexity {result.perplexity:,.1f}"]
+    numbers += [] if result.accuracy is None else [f"accuracy {result.accuracy:.1%}", f"margin {result.margin:.3f}"]
+    samples = f"{result.samples:,} samples" + (f" ({result.left_out} fill no batch)" if result.left_out else "")
+    cut = f"; {result.cut}" if result.cut else ""
+    return f"{result.checkpoint or 'the weights of the plan'}: {', '.join(numbers)}, of {samples}{cut}"
+
+
 def diagnostics_table(rows: Iterable[tuple[str, str, str]]) -> Table:
     """Make the table of diagnostics: the key, what is wrong, what to change."""
     from rich.table import Table
@@ -281,11 +292,11 @@ def _cells(step: Step) -> tuple[str, ...]:
 def _remarks(step: Step) -> str:
     texts = [] if step.mfu is None else [f"{step.mfu:.1%} MFU"]
     if step.accuracy is not None:
-        texts.append(f"{step.accuracy:.0%} in order by {step.margin:.3f}")
+        texts.append(f"accuracy {step.accuracy:.0%}, margin {step.margin:.3f}")
     if step.validation_loss is not None:
         more = "" if step.perplexity is None else f" (perplexity {step.perplexity:,.1f})"
         if step.validation_accuracy is not None:
-            more = f" ({step.validation_accuracy:.0%} in order by {step.validation_margin:.3f})"
+            more = f" (accuracy {step.validation_accuracy:.0%}, margin {step.validation_margin:.3f})"
         texts.append(f"validation loss {step.validation_loss:.4f}{more}")
     return ", ".join(texts)
 

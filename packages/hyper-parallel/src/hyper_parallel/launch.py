@@ -30,9 +30,10 @@ class Job:
         folder: where a training run writes.
         json_lines: show JSON in place of a display.
         resume: "auto" goes on from the folder's newest checkpoint.
-        until: stop after this step; None trains to the last.
+        until: stop after this step, or batch; None goes on to the last.
         events: where rank 0 writes what happens, for the launcher to show; None: rank 0 shows it itself.
         flights: where ranks note their collectives for the launcher's watch (`hanging`); None: they don't.
+        checkpoint: whose weights are evaluated; None takes the plan's.
         debug_rank: the rank that a person debugs in the terminal; no time limit ends the others meanwhile.
     """
 
@@ -43,6 +44,7 @@ class Job:
     until: int | None = None
     events: Path | None = None
     flights: Path | None = None
+    checkpoint: Path | None = None
     debug_rank: int | None = None
 
     @property

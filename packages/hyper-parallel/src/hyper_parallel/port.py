@@ -55,6 +55,7 @@ class Trainer(Protocol):
     schedule: Any
     name: str
     size: int
+    trained: int
     adapter: Adapter | None
 
     @property

@@ -9,11 +9,15 @@ from typing import Any
 
 from hp_plan import ParallelPlan
 from hp_plan.extend import positions
-from hyper_parallel.data import DataError, has_tokens
+from hyper_parallel.data import DataError, find_files, has_tokens
+from hyper_parallel.data.documents import text_files
+from hyper_parallel.data.examples import Examples, chat_of
 from hyper_parallel.data.tokenizing import Tokenizer, read_tokenizer
 from hyper_parallel.output import Step
 from hyper_parallel.port import Trainer
 from hyper_parallel.tokenized import tokenizer_of
+
+PROMPT = "def "  # what a model of text goes on with; plans without data train on Python's own sources
 
 
 class Prompts:
@@ -28,7 +32,9 @@ class Prompts:
         self._trainer, self._count = trainer, plan.validation.prompt_tokens
         config = getattr(trainer.model, "config", None)
         self._tokenizer = check_prompts(plan, config)
-        self._prompts = list(zip(plan.validation.prompts, self._tokenizer.encode(plan.validation.prompts), strict=True))
+        prompts = plan.validation.prompts
+        self._prompts = [(text, prompt_tokens(plan, self._tokenizer, text)) for text in prompts]
+        self._between = "" if plan.data.format == "text" else "\n"
 
     def texts(self) -> tuple[str, ...]:
         """Return each prompt with what the model writes after it; every rank calls it.
@@ -36,7 +42,37 @@ class Prompts:
         The model, the random numbers and the training data stay as they are.
         """
         decode, write = self._tokenizer.decode, self._trainer.write
-        return tuple(prompt + decode(write(tokens, self._count)) for prompt, tokens in self._prompts)
+        return tuple(prompt + self._between + decode(write(tokens, self._count)) for prompt, tokens in self._prompts)
+
+
+def prompt_tokens(plan: ParallelPlan, tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of a prompt as the plan's data has them: of messages by the chat template.
+
+    Args:
+        plan: the plan.
+        tokenizer: of its data.
+        text: of the prompt.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+    if plan.data.format == "messages":
+        return chat_of(tokenizer).asked(text)
+    return tokenizer.encode([text])[0] if plan.data.format == "text" else tokenizer.encode_prompt(text)
+
+
+def first_prompt(plan: ParallelPlan, tokenizer: Tokenizer) -> tuple[list[int], str]:
+    """Return what a model goes on with to show what it has learned: tokens, and their text.
+
+    Args:
+        plan: the plan; of examples to fine-tune on it is the prompt of the first one.
+        tokenizer: of its data.
+    """
+    if plan.data.format == "text":
+        return tokenizer.encode([PROMPT])[0], PROMPT
+    example = next(Examples(plan.data.format, tokenizer).read(next(iter(text_files(find_files(plan.data.paths))))))
+    tokens = example.tokens[: example.trained.index(True)]
+    return tokens, tokenizer.decode(tokens, special=True)
 
 
 def most_tokens(config: Any, prompt: Sequence[int], wanted: int) -> int:
@@ -66,7 +102,8 @@ def check_prompts(plan: ParallelPlan, config: Any = None) -> Tokenizer:
         message = f"{plan.data.paths[0]} doesn't say which tokenizer has written it"
         raise DataError(message, "leave the prompts out, or give a [model] path that has the tokenizer")
     tokenizer = tokenizer or read_tokenizer(None)
-    for prompt, tokens in zip(plan.validation.prompts, tokenizer.encode(plan.validation.prompts), strict=True):
+    for prompt in plan.validation.prompts:
+        tokens = prompt_tokens(plan, tokenizer, prompt)
         if not tokens:
             raise DataError(f"the prompt {prompt!r} has no tokens", "write at least a letter")
         wanted = plan.validation.prompt_tokens

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
 from hp_checkpoint.extend import Ranks
 from hp_plan import DataSection, ParallelPlan
-from hyper_parallel.data import DataError, open_samples
+from hyper_parallel.data import DataError, Rows, open_samples
 from hyper_parallel.port import Trainer
 
 
@@ -60,15 +61,31 @@ class Validation:
         Raises:
             DataError: no sample has a token to predict; on all ranks.
         """
-        own = np.zeros(2 + len(trainer.measures))
-        for batch in range(self._batches):
-            first = batch * self._size
-            numbers = np.arange(first + self._rows.start, first + self._rows.stop)
-            values, count = trainer.evaluate(self._samples.rows(numbers))
-            own += np.array([1.0, *values]) * count
-        everyone = np.array([np.frombuffer(record) for record in ranks.gather(own.tobytes())])
-        counted, *totals = (math.fsum(column) for column in everyone.T)
-        if not counted:
-            message = "the samples to validate on have no token to predict: each document of them is one token long"
-            raise DataError(message, "give longer documents, or make validation.batches larger")
-        return [total / counted for total in totals]
+        return mean_values(trainer, map(self._batch, range(self._batches)), ranks)
+
+    def _batch(self, number: int) -> Rows:
+        first = number * self._size
+        return self._samples.rows(np.arange(first + self._rows.start, first + self._rows.stop))
+
+
+def mean_values(trainer: Trainer, batches: Iterable[Rows], ranks: Ranks) -> list[float]:
+    """Return the mean loss of a token, or pair, over batches, and what is measured; every rank calls it.
+
+    Args:
+        trainer: whose model is asked.
+        batches: this rank's rows of each.
+        ranks: of the run.
+
+    Raises:
+        DataError: no sample has a token to predict; on all ranks.
+    """
+    own = np.zeros(2 + len(trainer.measures))
+    for rows in batches:
+        values, count = trainer.evaluate(rows)
+        own += np.array([1.0, *values]) * count
+    everyone = np.array([np.frombuffer(record) for record in ranks.gather(own.tobytes())])
+    counted, *totals = (math.fsum(column) for column in everyone.T)
+    if not counted:
+        message = "the samples to validate on have no token to predict: each document of them is one token long"
+        raise DataError(message, "give longer documents, or make validation.batches larger")
+    return [total / counted for total in totals]

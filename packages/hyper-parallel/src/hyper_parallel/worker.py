@@ -26,6 +26,7 @@ from hyper_parallel.data import has_tokens
 from hyper_parallel.debugging import debugged
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.ends import leave_together, tell_end
+from hyper_parallel.evaluating import Evaluation, evaluate
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume
 from hyper_parallel.notes import note
@@ -60,6 +61,12 @@ def format_warning(message: Warning | str, kind: type[Warning], file: str, numbe
     if Path(file).parent == Path(__file__).parent:
         return f"warning: {message}\n"
     return _FORMAT(message, kind, file, number, line)
+
+
+def evaluate_rank(job: Job) -> Evaluation:
+    """Evaluate the plan's model."""
+    with _rank(job):
+        return evaluate(job.plan, job.checkpoint, batches=job.until)
 
 
 def verify_rank(job: Job) -> VerifyResult:
@@ -147,7 +154,9 @@ def train(
         name, curve, sinks = run.trainer.name, Curve(), list[Sink]()
         record = begin(run.folder, plan, run.contents, step=run.step, ranks=run.ranks)
         tokens = sum(content.tokens for content in run.contents)
-        title = f"{name} of {run.trainer.size:,} parameters on {_mesh(plan)}, {tokens:,} tokens{run.cut}"
+        trainer = run.trainer
+        trained = "" if trainer.trained == trainer.size else f", of which {trainer.trained:,} are trained,"
+        title = f"{name} of {trainer.size:,} parameters{trained} on {_mesh(plan)}, {tokens:,} tokens{run.cut}"
         if record is not None:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
             for values in keep_lines(run.folder / METRICS, run.step):

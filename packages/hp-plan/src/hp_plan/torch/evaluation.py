@@ -73,7 +73,7 @@ def _of_objective(
         for part in cut_rows(plan, len(labels)):
             total, measured = objective(model, {name: value[part] for name, value in batch.items()})
             sums += torch.cat([total[None], measured])
-    count = _mean_of_ranks(torch.tensor(objective.items(labels), device=labels.device))
+    count = _mean_of_ranks(objective.counted(labels))
     return sums / torch.where(count > 0, count, 1.0), count
 
 

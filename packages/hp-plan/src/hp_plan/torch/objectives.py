@@ -72,8 +72,12 @@ class Objective:
             reference.requires_grad_(False)
 
     def items(self, labels: T) -> int:
-        """Count the items of some rows."""
-        return len(labels) // 2 if self.pairs else int((labels[:, 1:] != IGNORED).sum())
+        """Count the items of some rows, each of which has a label."""
+        return len(labels) // 2 if self.pairs else int(self.counted(labels))
+
+    def counted(self, labels: T) -> T:
+        """Count the items of some rows on the device; pairs without a label, which fill up a batch, are none."""
+        return _answered(labels).sum() if self.pairs else (labels[:, 1:] != IGNORED).sum()
 
     def __call__(self, model: nn.Module, batch: Mapping[str, T]) -> tuple[T, T]:
         """Compute the sum of the losses of some rows, and the sums of what is measured.
@@ -98,7 +102,7 @@ class Objective:
             before = _log_probabilities(self._logits(reference, batch), labels)
         gain = _log_probabilities(self._logits(model, batch), labels) - before
         if section.loss == "ipo":
-            gain = gain / (labels[:, 1:] != IGNORED).sum(1)
+            gain = gain / (labels[:, 1:] != IGNORED).sum(1).clamp_min(1)
         margin = gain[0::2] - gain[1::2]
         scaled = section.beta * margin
         if section.loss == "hinge":
@@ -108,7 +112,8 @@ class Objective:
         else:
             wrong = section.label_smoothing
             losses = -(1 - wrong) * F.logsigmoid(scaled) - wrong * F.logsigmoid(-scaled)
-        return losses.sum(), _compared(scaled)
+        answered = _answered(labels)
+        return (losses * answered).sum(), _compared(scaled, answered)
 
     def _scored(self, model: nn.Module, batch: Mapping[str, T]) -> tuple[T, T]:
         """Ouyang et al., 2022, equation 1: the score of a text is that of its last token."""
@@ -124,7 +129,8 @@ class Objective:
         last = torch.where(batch["labels"] != IGNORED, places, 0).amax(1)
         scores = _upcast(scores.gather(1, last[:, None]).squeeze(1))
         margin = scores[0::2] - scores[1::2]
-        return -F.logsigmoid(margin).sum(), _compared(margin)
+        answered = _answered(batch["labels"])
+        return -(F.logsigmoid(margin) * answered).sum(), _compared(margin, answered)
 
     def _taught(self, model: nn.Module, batch: Mapping[str, T]) -> tuple[T, T]:
         """Hinton et al., 2015, section 2.1: the divergence of the teacher's predictions from the student's."""
@@ -181,9 +187,14 @@ def _log_probabilities(logits: T, labels: T) -> T:
     return -losses.view(targets.shape).sum(1)
 
 
-def _compared(margin: T) -> T:
+def _answered(labels: T) -> T:
+    """Tell for each pair whether its rows have a label."""
+    return (labels[0::2, 1:] != IGNORED).any(1)
+
+
+def _compared(margin: T, answered: T) -> T:
     """Return how many pairs are in the right order, and the sum of their margins."""
-    margin = margin.detach()
+    margin = margin.detach() * answered
     return torch.stack([(margin > 0).to(margin.dtype).sum(), margin.sum()])
 
 

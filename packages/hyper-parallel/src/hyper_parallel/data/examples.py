@@ -25,7 +25,7 @@ from hyper_parallel.data.documents import read_rows
 from hyper_parallel.data.errors import DataError
 from hyper_parallel.data.tokenizing import Tokenizer
 
-__all__ = ["FORMATS", "Example", "Examples", "chat_digest"]
+__all__ = ["FORMATS", "Example", "Examples", "chat_digest", "chat_of"]
 
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -177,6 +177,12 @@ class _Chat:
             text, spans = self._compared(messages, tools, template, len(prompt))
         encoding = self._tokenizer.encoding(text)
         return Example(encoding.ids, _trained(text, encoding.offsets, spans))
+
+    def asked(self, text: str) -> list[int]:
+        """Return the tokens of a conversation in which a user has said this, up to where the assistant answers."""
+        messages = [{"role": "user", "content": text}]
+        template = self._named.get_chat_template(None, None)
+        return self._tokenizer.encoding(self._text(messages, None, template, ask=True)).ids
 
     def _text(self, messages: list[Any], tools: Any, template: str, *, ask: bool = False, marks: bool = False) -> Any:
         options = {"chat_template": template, "add_generation_prompt": ask, "return_assistant_tokens_mask": marks}

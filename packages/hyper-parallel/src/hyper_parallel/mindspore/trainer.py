@@ -32,6 +32,7 @@ class Trainer:
         schedule: of the optimizer's learning rate.
         name: of its class.
         size: number of elements of its parameters.
+        trained: how many of them are trained.
         operations: None; they are not counted.
         adapter: None; a plan with one is refused.
         measures: nothing is measured beside the loss.
@@ -48,6 +49,7 @@ class Trainer:
         self.model: Any = build_model(plan)
         self.name = type(self.model).__name__
         self.size = sum(parameter.size for parameter in self.model.get_parameters())
+        self.trained = sum(parameter.size for parameter in self.model.trainable_params())
         apply(self.model, plan)
         self.model.set_train()  # A Cell is made for inference, without dropout.
         _seed_dropouts(self.model, plan)

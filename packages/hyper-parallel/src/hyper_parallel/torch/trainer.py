@@ -29,9 +29,9 @@ from hp_plan.torch.extend import (
     no_progress_bars,
 )
 from hp_platform import get_platform
-from hyper_parallel.data import Rows
+from hyper_parallel.data import IGNORED, Rows
 from hyper_parallel.data.tokenizing import Bytes
-from hyper_parallel.prompts import most_tokens
+from hyper_parallel.prompts import first_prompt, most_tokens
 from hyper_parallel.tokenized import tokenizer_of
 
 
@@ -47,6 +47,7 @@ class Trainer:
         schedule: of the optimizer's learning rate.
         name: of its class.
         size: number of elements of its parameters.
+        trained: how many of them are trained.
         adapter: what a checkpoint has of the model, if not all.
         operations: of the model; None of those that aren't causal language models of transformers, or are trained with
             an objective that calls them otherwise.
@@ -62,6 +63,7 @@ class Trainer:
         model = begin(plan)
         self.name = type(model).__name__
         self.size = sum(parameter.numel() for parameter in model.parameters())
+        self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.adapter = Adapter(saved_name, adapter_texts(model)) if plan.adapter.kind is not None else None
         causal = (
             plan.model.of_transformers
@@ -146,7 +148,8 @@ class Trainer:
             The loss and a number for each of `measures`, whose means over ranks are the batch's, and the mean number of
             labels, or pairs, of a rank.
         """
-        values, items = evaluate(self._plan, self.model, **self._inputs(rows), objective=self._objective)
+        inputs = self._inputs(rows, some=bool((rows.labels[:, 1:] == IGNORED).any()))
+        values, items = evaluate(self._plan, self.model, **inputs, objective=self._objective)
         return values.tolist(), items.item()
 
     def write(self, prompt: Sequence[int], count: int) -> list[int]:
@@ -171,10 +174,11 @@ class Trainer:
             torch.manual_seed(self._plan.run.seed)
             yield
 
-    def _inputs(self, rows: Rows) -> dict[str, Any]:
+    def _inputs(self, rows: Rows, *, some: bool = False) -> dict[str, Any]:
+        """Return what the loss takes, with labels where some of them are left out."""
         data = self._plan.data
         inputs = {"tokens": rows.tokens}
-        if data.packing or data.format != "text":
+        if some or data.packing or data.format != "text":
             inputs["labels"] = rows.labels
         if data.packing:
             inputs["positions"] = rows.positions
@@ -195,7 +199,6 @@ def _choose_deterministic_kernels(device: Any) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-PROMPT = "def "
 _SAMPLED = {"do_sample": True, "temperature": 0.7, "pad_token_id": 0}  # how tokens are drawn
 
 
@@ -211,7 +214,7 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
         readable = plan.model.folder_has_weights and (folder / "adapter_model.safetensors").is_file()
     else:
         readable = plan.model.of_transformers and has_safetensors(folder)  # not files of each rank
-    if not readable:
+    if not readable or plan.objective.kind == "reward":
         return None
     from transformers import AutoModelForCausalLM
 
@@ -224,7 +227,7 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
     with no_progress_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     tokenizer = tokenizer_of(plan) or Bytes()
-    (encoded,) = tokenizer.encode([PROMPT])
+    encoded, text = first_prompt(plan, tokenizer)
     prompt = torch.tensor([encoded])
     count = most_tokens(model.config, encoded, tokens)
     if count < 1:
@@ -237,4 +240,5 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
             max_new_tokens=count,
             **_SAMPLED,
         )
-    return tokenizer.decode([token for token in written[0].tolist() if token < tokenizer.vocabulary])
+    own = written[0, len(encoded) :].tolist()
+    return text + tokenizer.decode([token for token in own if token < tokenizer.vocabulary])
