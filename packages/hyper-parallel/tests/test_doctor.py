@@ -66,7 +66,9 @@ def test_what_is_short_is_told_with_what_to_do(monkeypatch):
     )
     assert found["open files"].fix == "for many ranks or data workers: raise the hard limit (/etc/security/limits.conf)"
     assert found["host name"].state == "note" and "GLOO_SOCKET_IFNAME=lo" in found["host name"].fix
-    assert (found["peft"].fix, found["wandb"].fix) == ("pip install peft", "pip install 'hyper-parallel[wandb]'")
+    assert (found["peft"].fix, found["wandb"].fix) == tuple(
+        f"pip install 'hyper-parallel[{name}]'" for name in ("peft", "wandb")
+    )
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1 << 20))
     assert by_name(examine_machine(probe=False))["open files"].fix.endswith("ulimit -n 65536")
 

@@ -154,9 +154,9 @@ def test_prompts_are_asked_as_the_data_has_them(tmp_path):
     chat = plan_of(tmp_path, {}, 2, validation={"prompts": ["say"]})
     asked = "<|im_start|>user\nsay<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(prompt_tokens(chat, tokenizer, "say"), special=True) == asked
-    assert first_prompt(chat, tokenizer) == (prompt_tokens(chat, tokenizer, "say"), asked)
+    assert first_prompt(chat, tokenizer) == prompt_tokens(chat, tokenizer, "say")
     pairs = {"paths": [str(tmp_path / "pairs.jsonl")], "format": "preference"}
-    assert first_prompt(plan_of(tmp_path, {}, 2, data=pairs), tokenizer)[1] == "<s>say"
+    assert tokenizer.decode(first_prompt(plan_of(tmp_path, {}, 2, data=pairs), tokenizer), special=True) == "<s>say"
     text = plan_of(tmp_path, {}, 2, data={"format": "text"})
     assert tokenizer.decode(prompt_tokens(text, tokenizer, "say")) == "say"
     bare = plan_of(tmp_path, {}, 2, data={"tokenizer": "bytes"}, validation={"prompts": ["say"]})

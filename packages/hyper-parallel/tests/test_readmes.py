@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 import hp_platform
-from hp_plan import lint
+from hp_plan import ParallelPlan, lint
 from hp_platform.ports import platform_name
 from hp_testing import run_ranks
 
@@ -64,7 +64,7 @@ def run_program(text: str) -> str:
 
 def test_every_block_says_what_it_is():
     kinds = {each.place: each.kind for each in snippets()}
-    assert set(kinds.values()) == {"python", "python fragment", "toml", "text"}, kinds
+    assert set(kinds.values()) == {"python", "python fragment", "toml", "toml fragment", "text"}, kinds
 
 
 @pytest.mark.not_on("torch-npu-sim", reason="the programs ask for CPUs; nothing of the device in it")
@@ -100,6 +100,11 @@ def test_programs_run_in_a_process_that_no_launcher_started():
 @pytest.mark.parametrize("snippet", of_kind("python fragment"))
 def test_a_fragment_is_python(snippet):
     ast.parse(snippet.text)
+
+
+@pytest.mark.parametrize("snippet", of_kind("toml fragment"))
+def test_a_plan_of_a_model_that_is_elsewhere_can_be_read(snippet):
+    ParallelPlan.from_dict(tomllib.loads(snippet.text))
 
 
 @pytest.mark.framework("torch")

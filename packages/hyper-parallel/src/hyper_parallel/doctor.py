@@ -30,7 +30,7 @@ _FILES = 4096
 _EXTRAS = {
     "transformers": ("torch", "models by the names of their configurations"),
     "safetensors": ("torch", "checkpoints, and weights to start from"),
-    "peft": (None, "adapters (LoRA)"),
+    "peft": ("peft", "adapters (LoRA)"),
     "tokenizers": ("data", "`hyper-parallel data prepare` with a model's tokenizer"),
     "pyarrow": ("data", "parquet files as data"),
     "matplotlib": ("train", "the picture of a run's loss"),

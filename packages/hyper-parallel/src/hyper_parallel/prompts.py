@@ -61,18 +61,17 @@ def prompt_tokens(plan: ParallelPlan, tokenizer: Tokenizer, text: str) -> list[i
     return tokenizer.encode([text])[0] if plan.data.format == "text" else tokenizer.encode_prompt(text)
 
 
-def first_prompt(plan: ParallelPlan, tokenizer: Tokenizer) -> tuple[list[int], str]:
-    """Return what a model goes on with to show what it has learned: tokens, and their text.
+def first_prompt(plan: ParallelPlan, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that a model goes on with to show what it has learned.
 
     Args:
         plan: the plan; of examples to fine-tune on it is the prompt of the first one.
         tokenizer: of its data.
     """
     if plan.data.format == "text":
-        return tokenizer.encode([PROMPT])[0], PROMPT
+        return tokenizer.encode([PROMPT])[0]
     example = next(Examples(plan.data.format, tokenizer).read(next(iter(text_files(find_files(plan.data.paths))))))
-    tokens = example.tokens[: example.trained.index(True)]
-    return tokens, tokenizer.decode(tokens, special=True)
+    return example.tokens[: example.trained.index(True)]
 
 
 def most_tokens(config: Any, prompt: Sequence[int], wanted: int) -> int:

@@ -103,7 +103,7 @@ def _peft() -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise ImportError("[adapter] needs peft: pip install peft") from error
+        raise ImportError("[adapter] needs peft: pip install 'hp-plan[peft]'") from error
 
 
 @functools.cache

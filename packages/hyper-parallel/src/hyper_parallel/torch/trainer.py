@@ -227,7 +227,7 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
     with no_progress_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     tokenizer = tokenizer_of(plan) or Bytes()
-    encoded, text = first_prompt(plan, tokenizer)
+    encoded = first_prompt(plan, tokenizer)
     prompt = torch.tensor([encoded])
     count = most_tokens(model.config, encoded, tokens)
     if count < 1:
@@ -240,5 +240,7 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
             max_new_tokens=count,
             **_SAMPLED,
         )
-    own = written[0, len(encoded) :].tolist()
-    return text + tokenizer.decode([token for token in own if token < tokenizer.vocabulary])
+    whole = [token for token in written[0].tolist() if token < tokenizer.vocabulary]
+    if plan.data.format == "text":
+        return tokenizer.decode(whole)
+    return tokenizer.decode(encoded, special=True) + tokenizer.decode(whole[len(encoded) :])
