@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
-from hp_platform import get_platform
+from hp_platform import get_platform, groups
 from hp_testing import RankError, as_array, as_tensor, on_ranks, run_ranks
 
 
@@ -89,6 +89,17 @@ def test_ranks_that_compute_have_longer():
     assert run_ranks(2, compute, 0.5, timeout=0.25) == [0.5, 0.5]
     with pytest.raises(RankError, match="the time limit of 0.25 s"):
         run_ranks(2, compute, 600.0, timeout=0.25)
+
+
+def disconnect() -> None:
+    if groups.can_disconnect():
+        groups.disconnect()
+
+
+def test_ranks_whose_connections_are_broken_are_no_longer_used():
+    """As by a run that fails as its test wants, and saves its last step with the ranks that are left."""
+    run_ranks(2, disconnect)
+    assert run_ranks(2, reduce_once, 1.0) == [(0, 3.0), (1, 3.0)]
 
 
 def warn() -> None:

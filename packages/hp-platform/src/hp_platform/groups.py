@@ -56,6 +56,7 @@ class _Registry:
 
 
 _registry = _Registry()
+_broken: list[str] = []  # what has ended this process's connections to the other ranks
 
 
 def init_process_group(
@@ -158,6 +159,7 @@ def destroy_process_group(group: Group | None = None) -> None:
     if group is None or group == own.world():
         _registry.clear()
         own.destroy(None)
+        _broken.clear()
         groups_ended()
         return
     for key in [key for key, member in _registry.by_ranks.items() if member == group]:
@@ -179,6 +181,7 @@ def disconnect() -> None:
     A backend tells of a rank that has ended to those who wait for that rank alone. One of them that goes on without
     another collective would hold up those who wait for it in turn.
     """
+    _broken.append("disconnect")
     port().groups.disconnect()
 
 
@@ -192,7 +195,13 @@ def give_up(text: str) -> None:
         text: what the others raise.
     """
     if can_disconnect():
+        _broken.append("give_up")
         port().groups.give_up(text)
+
+
+def is_broken() -> bool:
+    """Return True in a process that has called `disconnect` or `give_up`: its groups communicate no more."""
+    return bool(_broken)
 
 
 def default_group() -> Group:

@@ -167,7 +167,9 @@ class Pool:
             self.close()
             raise
         raised = {rank: outcome.value for rank, outcome in outcomes.items() if outcome.kind == "raised"}
-        if problems or any(outcome.kind != "returned" for outcome in outcomes.values()) and _out_of_step(outcomes):
+        ended = list(outcomes.values())
+        broken = bool(problems) or any(outcome.broken for outcome in ended)
+        if broken or any(outcome.kind != "returned" for outcome in ended) and _out_of_step(outcomes):
             self.close()
         if problems or raised:
             what = f"{task.function.name} failed on {len(problems) + len(raised)} of {len(ranks)} ranks"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from hp_platform import random
+from hp_platform import groups, random
 from hp_platform.host import end_with_parent
 from hp_platform.platform import get_platform
 from hp_testing.reference import Reference, resolve
@@ -63,11 +63,13 @@ class Outcome(NamedTuple):
         kind: "returned", "raised" or "skipped".
         value: the pickled result, the traceback, or the reason.
         issued: how many collectives the rank has issued so far in each of its groups, by the group's ranks.
+        broken: it has broken its connections to the others, as a run does that saves its last step when it fails.
     """
 
     kind: str
     value: Any
     issued: dict[tuple[int, ...], int]
+    broken: bool = False
 
 
 def main(connection: Connection, start: Start) -> None:
@@ -113,7 +115,7 @@ def _run(task: Task, framework: Any) -> Outcome:
             kind, value = "raised", _traceback(error)
     sys.stdout.flush()  # into what pytest captured for this test
     sys.stderr.flush()
-    return Outcome(kind, value, framework.issued())
+    return Outcome(kind, value, framework.issued(), groups.is_broken())
 
 
 @contextlib.contextmanager
