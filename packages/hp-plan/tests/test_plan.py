@@ -10,6 +10,7 @@ import hp_plan
 from hp_plan import MeshSection, OptimizerSection, ParallelPlan, PlanError, RunSection
 from hp_plan.extend import json_schema
 from hp_plan.plan import SECTIONS
+from hp_plan.schema import SYNONYMS
 
 NAMES = st.text("abcxyz_.*0", min_size=1, max_size=8)
 VALUES = st.recursive(
@@ -194,3 +195,28 @@ def test_the_schema_for_editors_describes_every_key_and_agrees_with_the_reader()
         for key, entry in section.get("properties", {}).items():
             for value in [*entry.get("enum", ()), *([entry["default"]] if "default" in entry else [])]:
                 ParallelPlan.from_dict({name: {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ({"schedule": {"name": "cosine"}}, "schedule.name: [schedule] has no key 'name'; did you mean 'kind'?"),
+        ({"mesh": {"dp": 2}}, "mesh.dp: [mesh] has no key 'dp'; did you mean 'dp_shard' or 'dp_replicate'?"),
+        ({"optimizer": {"learning_rate": 1.0}}, "[optimizer] has no key 'learning_rate'; did you mean 'lr'?"),
+        (
+            {"run": {"learning_rate": 1.0}},
+            "run.learning_rate: [run] has no key 'learning_rate'; did you mean optimizer.lr?",
+        ),
+        ({"lora": {"r": 8}}, "lora: there is no section or key 'lora'; did you mean [adapter]?"),
+        ({"adapter": {"r": 8}}, "adapter.r: [adapter] has no key 'r'; did you mean 'rank'?"),
+    ],
+)
+def test_names_of_other_libraries_are_known(tables, expected):
+    with pytest.raises(PlanError) as caught:
+        ParallelPlan.from_dict(tables)
+    assert expected in str(caught.value)
+
+
+def test_synonyms_name_keys_that_there_are():
+    keys = {item.name for section in SECTIONS.values() for item in dataclasses.fields(section)}
+    assert all(set(meant) <= keys for meant in SYNONYMS.values())

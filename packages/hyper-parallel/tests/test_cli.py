@@ -169,7 +169,12 @@ def test_fewer_steps_shorten_the_warm_up(command, monkeypatch):
     out, err, status = command("train", "--steps", "3", "--out", "run", plan=plan)
     assert status == 0, err
     assert (jobs[0].plan.run.steps, jobs[0].plan.schedule.warmup_steps) == (3, 3)
-    assert (out, err) == ("", "note: --steps 3 shortens schedule.warmup_steps, 10 in the plan, to 3\n")
+    assert (out, err) == ("", "note: 3 steps shorten schedule.warmup_steps, 10 in the plan, to 3\n")
+    _, err, status = command("train", "--set", "run.steps=3", "--out", "run", plan=plan)
+    assert (jobs.pop().plan.schedule.warmup_steps, "3 steps shorten" in err, status) == (3, True, 0)
+    given = ("--set", "run.steps=3", "--set", "schedule.warmup_steps=5")
+    _, err, status = command("train", *given, "--out", "run", plan=plan)
+    assert status == 1 and "5 warm-up steps in a run of 3" in err
     _, err, status = command("train", "--steps", "10", "--out", "run", plan=plan)
     assert (jobs[1].plan.schedule.warmup_steps, err, status) == (10, "", 0)
     _, err, status = command("lint", plan=plan.replace("40", "3"))

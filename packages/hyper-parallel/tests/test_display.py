@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from hyper_parallel.output import Curve, Step, Summary, draw_loss
 
 STEPS = [Step(i, 5.0 / i, 1.25, 1e-3, 12345.6, 300 << 20, 0.5) for i in range(1, 41)]
 SUMMARY = Summary(40, 5.0, 0.13, 1000, 20.0, (300 << 20, 200 << 20), "runs/x", "runs/x/checkpoint", "def [bold]f():")
+SUMMARY = dataclasses.replace(SUMMARY, averaged=4, files=("metrics.jsonl", "loss.png"))
 
 
 def shown(reporter, stream) -> str:
@@ -69,14 +71,39 @@ def test_json_is_a_line_a_step_and_one_for_the_run():
 
 
 def test_lines_where_there_is_no_terminal():
-    stream = io.StringIO()
-    text = shown(LineReporter(Console(file=stream, width=100)), stream)
-    lines = text.splitlines()
-    assert lines[1].split() == "step loss grad norm tokens/s peak memory a rank".split()
+    """The first ten steps, then one every five seconds, each validated one, and the last."""
+    stream, seconds = io.StringIO(), itertools.count()
+    reporter = LineReporter(Console(file=stream, width=100), clock=lambda: float(next(seconds)))
+    steps = [dataclasses.replace(each, **({"validation_loss": 2.0} if each.step == 23 else {})) for each in STEPS]
+    with reporter.running("a model", steps=len(steps)):
+        for step in steps:
+            reporter.step(step)
+    reporter.finished(SUMMARY)
+    lines = stream.getvalue().splitlines()
+    assert lines[1].split() == "step loss grad norm tokens/s peak memory".split()
     assert lines[2].split() == ["1", "5.0000", "1.250", "12,346", "300", "MiB"]
-    assert [line.split()[0] for line in lines[2:23]] == ["1", *map(str, range(2, 41, 2))]
+    numbers = [*range(1, 11), 15, 20, 23, 28, 33, 38, 40]
+    assert [line.split()[0] for line in lines[2 : 2 + len(numbers)]] == list(map(str, numbers))
+    text = stream.getvalue()
     assert "def [bold]f():" in text
     assert "300 MiB, 200 MiB" in text
+    assert "0.1300 at the end (mean of 4 steps)" in text and "metrics.jsonl, loss.png" in text
+
+
+def test_what_a_validation_finds_and_a_model_writes_stays_on_the_screen():
+    step = dataclasses.replace(STEPS[0], validation_loss=2.5, perplexity=12.2, texts=("to be\x07\nor", "not"))
+    written = ["written after step 1, prompt 1:", "  to be\ufffd", "  or", "written after step 1, prompt 2:", "  not"]
+    for terminal, reporter in ((False, LineReporter), (True, RichReporter)):
+        stream = io.StringIO()
+        display = reporter(Console(file=stream, width=80, force_terminal=terminal, highlight=False))
+        with display.running("a model", steps=40):
+            for each in (step, *STEPS[1:]):
+                display.step(each)
+        text = stream.getvalue()
+        if terminal:
+            assert text.count("step 1: loss 5.0000, validation loss 2.5000 (perplexity 12.2)") == 1
+        places = [text.index(line) for line in written]
+        assert places == sorted(places) and "\x07" not in text
 
 
 def test_a_live_display_on_a_terminal():
@@ -93,7 +120,8 @@ def test_the_end_of_the_curve_is_a_mean():
 
 
 def test_the_curve_is_a_png(tmp_path):
-    draw_loss(curve(STEPS), tmp_path / "loss.png", title="x")
+    validated = [dataclasses.replace(each, validation_loss=each.loss) for each in STEPS]
+    draw_loss(curve(validated), tmp_path / "loss.png", title="x")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -51,6 +51,16 @@ SECTIONS: dict[str, type] = {
     "validation": ValidationSection,
     "profile": ProfileSection,
 }
+_SECTION_SYNONYMS = {
+    **dict.fromkeys(("lora", "peft"), "adapter"),
+    **dict.fromkeys(("dpo", "loss", "reward"), "objective"),
+    **dict.fromkeys(("parallel", "parallelism", "dist"), "mesh"),
+    **dict.fromkeys(("train", "training", "trainer"), "run"),
+    **dict.fromkeys(("dataset", "tokenizer"), "data"),
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "schedule"),
+    **dict.fromkeys(("eval", "evaluation"), "validation"),
+    **dict.fromkeys(("recompute", "offload"), "memory"),
+}
 AUTOMATIC_STYLES = ("auto", "auto-sequence")
 
 
@@ -201,7 +211,9 @@ def read_plan(tables: Mapping[str, Any]) -> tuple[ParallelPlan, list[Diagnostic]
             diagnostics.append(Diagnostic(key, message, f"it belongs to [{elsewhere[key][0]}]: move it there"))
         else:
             message = f"there is no section or key '{key}'"
-            diagnostics.append(Diagnostic(key, message, near_misses(key, ["styles", *SECTIONS])))
+            meant = _SECTION_SYNONYMS.get(key)
+            fix = near_misses(key, ["styles", *SECTIONS]) if meant is None else f"did you mean [{meant}]?"
+            diagnostics.append(Diagnostic(key, message, fix))
     return ParallelPlan(**values), diagnostics
 
 

@@ -82,17 +82,59 @@ def _read_tables(inner: type, got: list[Any] | tuple[Any, ...], key: str) -> tup
     return tuple(read), diagnostics
 
 
+# Names that other libraries give to keys of a plan.
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "batch": ("batch_size",),
+    "clip_grad_norm": ("grad_clip",),
+    "data_parallel_size": ("dp_shard", "dp_replicate"),
+    "dp": ("dp_shard", "dp_replicate"),
+    "dp_size": ("dp_shard", "dp_replicate"),
+    "dropout_p": ("dropout",),
+    "expert_parallel_size": ("ep",),
+    "fsdp": ("dp_shard",),
+    "gradient_accumulation_steps": ("accumulate",),
+    "gradient_checkpointing": ("recompute",),
+    "learning_rate": ("lr",),
+    "lora_alpha": ("alpha",),
+    "lora_dropout": ("dropout",),
+    "max_grad_norm": ("grad_clip",),
+    "max_length": ("sequence_length",),
+    "max_seq_length": ("sequence_length",),
+    "max_steps": ("steps",),
+    "mixed_precision": ("param_dtype",),
+    "model_name_or_path": ("path",),
+    "name": ("kind",),
+    "num_micro_batches": ("micro_batches",),
+    "pipeline_parallel_size": ("pp",),
+    "precision": ("param_dtype", "dtype"),
+    "r": ("rank",),
+    "save_steps": ("checkpoint_every",),
+    "seq_len": ("sequence_length",),
+    "seq_length": ("sequence_length",),
+    "target_modules": ("targets",),
+    "tensor_parallel_size": ("tp",),
+    "tp_size": ("tp",),
+    "train_batch_size": ("batch_size",),
+    "type": ("kind", "name"),
+    "warmup": ("warmup_steps",),
+}
+
+
 def _unknown(
     where: str, name: str, key: str, items: Mapping[str, Any], elsewhere: Mapping[str, list[str]]
 ) -> Diagnostic:
     others = [other for other in elsewhere.get(name, []) if other != key]
-    if others:
+    meant = [each for each in SYNONYMS.get(name, ()) if each in items]
+    if meant:
+        fix = f"did you mean {' or '.join(map(repr, meant))}?"
+    elif others:
         fix = f"'{name}' belongs to [{others[0]}]: move it there"
         close = close_names(name, items, cutoff=0.8)
         if close:  # path may be a slip of paths, though another section has a path
             fix = f"{near_misses(name, close)} Else {fix}"
     else:
-        fix = near_misses(name, items)
+        elsewhere_meant = [f"{other}.{each}" for each in SYNONYMS.get(name, ()) for other in elsewhere.get(each, ())]
+        fix = f"did you mean {' or '.join(elsewhere_meant)}?" if elsewhere_meant else near_misses(name, items)
     return Diagnostic(where, f"[{key}] has no key '{name}'", fix)
 
 

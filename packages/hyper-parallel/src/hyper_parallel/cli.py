@@ -117,7 +117,8 @@ def train(
         _set_environment(tables, plan)
         _name_folder(tables, plan)
         if steps is not None:
-            _shorten(tables, steps)
+            _override(tables, "run", "steps", steps)
+        _shorten(tables, assignments or (), given=steps is not None)
         if weights is not None:
             _override(tables, "model", "weights", str(weights))
         if data:
@@ -470,17 +471,17 @@ def _name_folder(tables: dict[str, Any], plan: Path) -> None:
         model.setdefault("folder", str(plan.parent.resolve()))
 
 
-def _shorten(tables: dict[str, Any], steps: int) -> None:
-    """Set the number of steps; a longer warm-up is sharded to it."""
-    _override(tables, "run", "steps", steps)
-    schedule = tables.get("schedule")
+def _shorten(tables: dict[str, Any], assignments: Sequence[str], *, given: bool) -> None:
+    """Shorten the plan's warm-up to a number of steps from the command line that is smaller."""
+    set_keys = {each.partition("=")[0].strip() for each in assignments}
+    if not (given or "run.steps" in set_keys) or "schedule.warmup_steps" in set_keys:
+        return
+    steps, schedule = tables["run"]["steps"], tables.get("schedule")
     warmup = schedule.get("warmup_steps") if isinstance(schedule, dict) else None
-    if isinstance(warmup, int) and warmup > steps:
+    if isinstance(warmup, int) and isinstance(steps, int) and warmup > steps:
         _override(tables, "schedule", "warmup_steps", steps)
         if leads():
-            typer.echo(
-                f"note: --steps {steps} shortens schedule.warmup_steps, {warmup} in the plan, to {steps}", err=True
-            )
+            typer.echo(f"note: {steps} steps shorten schedule.warmup_steps, {warmup} in the plan, to {steps}", err=True)
 
 
 def _show_verified(result: VerifyResult, *, json_lines: bool) -> None:

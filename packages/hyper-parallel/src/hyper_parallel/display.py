@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from hp_plan import VerifyResult
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
     from hyper_parallel.doctor import Finding
     from hyper_parallel.evaluating import Evaluation
 
-_COLUMNS = {"step": 6, "loss": 9, "grad norm": 10, "tokens/s": 10, "peak memory a rank": 19, "": 0}
+_COLUMNS = {"step": 6, "loss": 9, "grad norm": 10, "tokens/s": 10, "peak memory": 12, "": 0}
+_FIRST = 10  # steps that each have a line where there is no terminal
+_SECONDS = 5.0  # between two lines after them
+_SHOWN = str.maketrans(dict.fromkeys((*range(9), *range(11, 32), 127), "�"))  # a terminal may obey these
 
 
 class Reporter(Protocol):
@@ -82,7 +87,7 @@ class RichReporter:
         self._steps = 0
         count = TextColumn("step {task.completed:.0f}/{task.total:.0f}")
         self._progress = Progress(count, BarColumn(bar_width=None), TimeElapsedColumn(), TimeRemainingColumn())
-        self._live = Live(console=self._console, get_renderable=self._picture)
+        self._live = Live(console=self._console, get_renderable=self._picture, vertical_overflow="crop")
 
     @contextlib.contextmanager
     def running(self, title: str, *, steps: int) -> Iterator[None]:
@@ -94,10 +99,12 @@ class RichReporter:
             yield
 
     def step(self, step: Step) -> None:
-        """Draw the step."""
+        """Draw the step; what a validation has found stays above the table."""
         self._latest.append(step)
-        for text in step.texts:
-            self._live.console.print(text, markup=False, style="dim")
+        if step.validation_loss is not None:
+            self._live.console.print(f"step {step.step}: loss {step.loss:.4f}, {_remarks(step)}", markup=False)
+        for line in _texts(step):
+            self._live.console.print(line, markup=False, style="dim")
         self._progress.update(self._progress.task_ids[0], completed=step.step)
 
     def finished(self, summary: Summary) -> None:
@@ -110,7 +117,7 @@ class RichReporter:
 
         table = Table(box=None, pad_edge=False)
         for name, width in _COLUMNS.items():
-            table.add_column(name, justify="right" if name else "left", min_width=width)
+            table.add_column(name, justify="right" if name else "left", min_width=width, no_wrap=not name)
         for step in self._latest:
             table.add_row(*_cells(step))
         return Group(table, self._progress)
@@ -121,27 +128,36 @@ class LineReporter:
 
     Args:
         console: where to; standard output unless given.
+        clock: returns seconds.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or make_console()
-        self._every, self._steps, self._last = 1, 0, None
+    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console or make_console(), clock
+        self._steps, self._shown, self._at = 0, 0, -math.inf
+        self._last: Step | None = None
+        self._newest: Step | None = None  # that has a line
 
     @contextlib.contextmanager
     def running(self, title: str, *, steps: int) -> Iterator[None]:
-        """Print the title and the names of the columns."""
-        self._every, self._steps = max(1, steps // 20), steps
-        self._console.print(title)
+        """Print the title and the names of the columns, and at the end the last step, if it has no line."""
+        self._steps = steps
+        self._console.print(title, soft_wrap=True)
         self._line(_COLUMNS)
-        yield
+        try:
+            yield
+        finally:
+            if self._last is not None and self._last is not self._newest:
+                self._line(_cells(self._last))
 
     def step(self, step: Step) -> None:
-        """Print the first step, about twenty more, and those after which the model was validated."""
-        if step.step == 1 or step.step % self._every == 0 or step.validation_loss is not None:
-            self._line(_cells(step))
-        for text in step.texts:
-            self._console.print(text, markup=False)
+        """Print the first ten steps, then one every five seconds, and those after which the model was validated."""
         self._last = step
+        now = self._clock()
+        if self._shown < _FIRST or now - self._at >= _SECONDS or step.validation_loss is not None:
+            self._line(_cells(step))
+            self._newest, self._at, self._shown = step, now, self._shown + 1
+        for line in _texts(step):
+            self._console.print(line, markup=False)
 
     def finished(self, summary: Summary) -> None:
         """Print the final table and the text that the model wrote."""
@@ -196,17 +212,24 @@ def print_summary(console: Console, summary: Summary, *, title: str) -> None:
     memory = ", ".join(_bytes(peak) for peak in summary.peak_memory)
     for name, value in {
         "steps": f"{summary.steps}",
-        "loss": f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at the end",
+        "loss": f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at the end{_mean(summary.averaged)}",
         "tokens": f"{summary.tokens:,} in {summary.seconds:.1f} s: {summary.tokens_per_second:,.0f} a second",
         **({"peak memory": f"{memory} (rank 0, 1, ...)"} if memory else {}),
         "run folder": summary.folder,
+        **({"with": ", ".join(summary.files)} if summary.files else {}),
         "checkpoint": summary.checkpoint,
         **({"not written": "\n".join(summary.missed)} if summary.missed else {}),
     }.items():
         table.add_row(name, Text(value))
     console.print(table)
     if summary.sample is not None:
-        console.print(Panel(Text(summary.sample), title="written by the model, loaded back from the checkpoint"))
+        console.print(
+            Panel(Text(summary.sample.translate(_SHOWN)), title="written by the model, loaded back from the checkpoint")
+        )
+
+
+def _mean(steps: int) -> str:
+    return f" (mean of {steps} steps)" if steps > 1 else ""
 
 
 def evaluation_text(result: Evaluation) -> str:
@@ -301,5 +324,18 @@ def _remarks(step: Step) -> str:
     return ", ".join(texts)
 
 
+def _texts(step: Step) -> Iterator[str]:
+    """Yield the texts that a model has written, each under a line that says when."""
+    for number, text in enumerate(step.texts, start=1):
+        which = f", prompt {number}" if len(step.texts) > 1 else ""
+        yield f"written after step {step.step}{which}:"
+        yield from (f"  {line}" for line in text.translate(_SHOWN).splitlines())
+
+
 def _bytes(count: int) -> str:
-    return f"{count / 2**20:,.0f} MiB"
+    """Format bytes for people.
+
+    >>> _bytes(650 << 20), _bytes(3 << 30)
+    ('650 MiB', '3.0 GiB')
+    """
+    return f"{count / 2**30:,.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:,.0f} MiB"

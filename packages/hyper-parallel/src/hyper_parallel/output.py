@@ -20,6 +20,9 @@ from hp_checkpoint.extend import local_folder, steps_in
 
 METRICS, RECORD, TEXTS, CHECKPOINTS = "metrics.jsonl", "run.json", "texts.jsonl", "checkpoints"
 
+FILES = (METRICS, RECORD, "plan.toml", "loss.png", TEXTS, "tensorboard", "profile")
+"""What a run's folder may have beside checkpoints."""
+
 
 class OutputError(ValueError):
     """A folder that a run can't write to."""
@@ -151,6 +154,8 @@ class Summary:
         checkpoint: folder of the full model, for `from_pretrained`.
         sample: text that the model, loaded back from the checkpoint, wrote; None where it can't generate.
         missed: what could not be written when all steps were done and saved, and why.
+        averaged: of how many steps `last_loss` is the mean.
+        files: what the run's folder has beside checkpoints.
     """
 
     steps: int
@@ -163,6 +168,8 @@ class Summary:
     checkpoint: str
     sample: str | None
     missed: tuple[str, ...] = ()
+    averaged: int = 1
+    files: tuple[str, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -176,11 +183,13 @@ class Curve:
     Attributes:
         steps: their numbers.
         losses: of each.
+        validated: steps after which the model was validated, and the losses.
         seconds: all steps together.
     """
 
     def __init__(self) -> None:
         self.steps, self.losses, self.seconds = array("q"), array("d"), 0.0
+        self.validated = array("q"), array("d")
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -189,13 +198,20 @@ class Curve:
         """Add a step."""
         self.steps.append(step.step)
         self.losses.append(step.loss)
+        if step.validation_loss is not None:
+            self.validated[0].append(step.step)
+            self.validated[1].append(step.validation_loss)
         self.seconds += step.seconds
 
     @property
     def last_loss(self) -> float:
         """The loss at the end, a mean over the last tenth of the steps: at least one, at most ten."""
-        count = min(10, max(1, len(self) // 10))
-        return sum(self.losses[-count:]) / count
+        return sum(self.losses[-self.averaged :]) / self.averaged
+
+    @property
+    def averaged(self) -> int:
+        """How many steps `last_loss` is the mean of."""
+        return min(10, max(1, len(self) // 10))
 
 
 def as_json(value: Step | Summary) -> str:
@@ -237,7 +253,11 @@ def draw_loss(curve: Curve, path: Path, *, title: str) -> None:
     """
     figure = _figure()
     axes = figure.add_subplot()
-    axes.plot(curve.steps, curve.losses, linewidth=1.2)
+    axes.plot(curve.steps, curve.losses, linewidth=1.2, label="training")
+    if curve.validated[0]:
+        axes.plot(*curve.validated, marker="o", markersize=3, linewidth=1.2, label="validation")
+        axes.legend()
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -81,7 +81,7 @@ def proposal_of(
         "model": {"path": model} if folder else {"config": model},
         "optimizer": {"lr": 2e-5 if folder else 1e-3},
         "schedule": {"kind": "cosine", "warmup_steps": 10, "final": 0.1},
-        "run": {"grad_clip": 1.0},
+        "run": {"grad_clip": 1.0, "checkpoint_every": 100},
     }
     return propose(override(tables, assignments), ranks, memory=limit)
 
@@ -125,6 +125,7 @@ def plan_text(proposal: Proposal, *, memory: str | None = None) -> str:
 
 _REASONS = {
     "optimizer.lr": "of the top; a model that goes on from weights takes less than one that starts",
+    "run.checkpoint_every": "steps; what a lost machine takes with it, at most",
     "run.grad_clip": "the largest norm of all gradients together",
 }
 

@@ -30,7 +30,7 @@ from hyper_parallel.evaluating import Evaluation, evaluate
 from hyper_parallel.events import EventWriter
 from hyper_parallel.launch import Job, Resume
 from hyper_parallel.notes import note
-from hyper_parallel.output import METRICS, TEXTS, Curve, OutputError, Step, Summary, attempt, draw_loss
+from hyper_parallel.output import FILES, METRICS, TEXTS, Curve, OutputError, Step, Summary, attempt, draw_loss
 from hyper_parallel.port import rank_process, training
 from hyper_parallel.prompts import write_texts
 from hyper_parallel.record import begin
@@ -157,6 +157,7 @@ def train(
         trainer = run.trainer
         trained = "" if trainer.trained == trainer.size else f", of which {trainer.trained:,} are trained,"
         title = f"{name} of {trainer.size:,} parameters{trained} on {_mesh(plan)}, {tokens:,} tokens{run.cut}"
+        title += f", going on from step {run.step}" if run.step else ""
         if record is not None:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
             for values in keep_lines(run.folder / METRICS, run.step):
@@ -200,6 +201,8 @@ def train(
         checkpoint=str(folder / checkpoint.relative_to(run.folder)),
         sample=sample,
         missed=tuple(run.missed),
+        averaged=curve.averaged,
+        files=tuple(name for name in FILES if (run.folder / name).exists()),
     )
     if reporter is not None:
         with attempt("the summary", run.missed):  # nobody may read it any more
