@@ -182,6 +182,20 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": os.pathsep.join(SOURCES)})
 
 
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the site into site/; `-- --run` first runs what its pages show, `-- --run learn/memory.md` one page's."""
+    run = "--run" in session.posargs
+    site = ("mkdocs-material", "mkdocstrings[python]", "ruff")
+    if run:
+        install(session, *PACKAGES, extras="[torch]", others=(*site, "peft", "matplotlib"))
+    else:
+        install(session, "hp-plan", others=site)
+    session.run("python", "docs/snippets.py", *session.posargs)
+    # Material's word about MkDocs 2, which the pins leave out.
+    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
 @nox.session(name="new-package", default=False)
 def new_package(session: nox.Session) -> None:
     """Makes a package with an engine, a port, both frameworks and tests, in all lists: `-- hp-example`."""
