@@ -193,7 +193,7 @@ def docs(session: nox.Session) -> None:
         install(session, "hp-plan", others=site)
     session.run("python", "docs/snippets.py", *session.posargs)
     # Material's word about MkDocs 2, which the pins leave out.
-    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session(name="new-package", default=False)
