@@ -144,12 +144,12 @@ def _target(package: griffe.Object, name: str) -> griffe.Object | None:
 
 
 def _check_members(target: griffe.Object) -> None:
-    """Warn of public methods without a docstring; an override is documented where it is declared."""
-    if not target.is_class:
-        return
-    inherited = {name for base in target.mro() for name in base.members} if target.bases else set()
+    """Warn of public methods and properties without a docstring; an override is documented where it is declared."""
+    if not isinstance(target, griffe.Class) or len(target.resolved_bases) < len(target.bases):
+        return  # a base of a framework may declare any of them
+    inherited = {name for base in target.mro() for name in base.members}
     for name, member in target.members.items():
-        if name.startswith("_") or member.is_alias or not member.is_function or name in inherited:
+        described = member.is_function or "property" in member.labels
+        if name.startswith("_") or member.is_alias or not described or name in inherited or member.has_docstring:
             continue
-        if not member.has_docstring and not target.bases:
-            LOG.warning(f"{target.path}.{name} has no docstring")
+        LOG.warning(f"{target.path}.{name} has no docstring")
