@@ -116,7 +116,7 @@ def screen(name: str, page: str, command: str, before: str = "") -> None:
         if before:
             run(before, Path(folder))
         shown = terminal(command, Path(folder)).strip("\n")
-    console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)
+    console = Console(record=True, width=WIDTH + 2, file=open(os.devnull, "w"), force_terminal=True)
     console.print(Text.from_ansi(f"\x1b[1m$ {command}\x1b[0m\n{shown}\n"))
     console.save_svg(str(OUT / f"{name}.svg"), code_format=SCREEN, unique_id=name)
 
@@ -168,6 +168,7 @@ def pipeline() -> None:
             run(f"hyper-parallel schedule plan.toml --set pipeline.schedule={schedule} --svg line.svg", Path(folder))
             line = (Path(folder) / "line.svg").read_text("utf-8")
             line = re.sub(r'width="(\d+)" height="(\d+)"', r'viewBox="0 0 \1 \2"', line, count=1)
+            line = line.replace('font-size="11"', 'font-size="15"')  # the page shows it at half its size
             (OUT / f"pipeline-{schedule}.svg").write_text(line, "utf-8")
 
 

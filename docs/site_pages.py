@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import griffe
@@ -131,8 +131,15 @@ def _reference() -> Iterator[tuple[str, str]]:
                 LOG.warning(f"{package.path}.{export} has no docstring")
             else:
                 _check_members(target)
-                parts.append(f"::: {target.path}\n")
+                parts.append(f"::: {target.path}\n" + _inherited(target, exports))
         yield name, "\n".join(parts)
+
+
+def _inherited(target: griffe.Object, exports: Iterable[str]) -> str:
+    """Show methods of a base that has no place of its own on the page, such as the setters of `HSDPModule`."""
+    if isinstance(target, griffe.Class) and any(base.name not in exports for base in target.resolved_bases):
+        return "    options: { inherited_members: true }\n"
+    return ""
 
 
 def _target(package: griffe.Object, name: str) -> griffe.Object | None:
