@@ -16,7 +16,7 @@ def test_text():
     assert to_text(TRACE, 9).splitlines() == [
         "rank   0 |FF..BB.BB| 2 bytes",
         "rank   1 |.FBBFBB..| 1 bytes",
-        "bubble 3 of 9 s (33.3%)",
+        "bubble 3 s of 9 s (33.3%)",
     ]
 
 

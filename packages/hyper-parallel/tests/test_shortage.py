@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hp_plan import ParallelPlan
+from hp_offload.extend import BudgetError
+from hp_plan import ParallelPlan, PlanError
 from hp_testing import run_ranks
 from hyper_parallel.output import prepare_folder
-from hyper_parallel.shortage import MemoryShortage, advice
+from hyper_parallel.shortage import MemoryShortage, advice, over_budget
 from hyper_parallel.worker import train
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of address space are Linux's")
@@ -108,3 +109,29 @@ def runs_out(folder, where):
 def test_a_plan_with_a_budget_is_told_to_lower_it():
     plan = ParallelPlan.from_dict({"memory": {"budget": "20GiB"}})
     assert advice(plan).startswith("make memory.budget less than 20GiB")
+
+
+def test_a_budget_below_what_backward_needs_is_refused_with_one_that_would_do():
+    plan = ParallelPlan.from_dict({"memory": {"budget": "60MiB"}})
+    found = over_budget(plan, BudgetError(budget=11 << 20, least=28 << 20))
+    assert found.key == "memory.budget" and "take 49 MiB on each rank; what backward needs is 28 MiB" in found.message
+    assert found.fix.startswith('write budget = "77 MiB"')
+
+
+def train_over_budget(folder):
+    """All ranks refuse alike; only rank 0 has made the plan."""
+    tables = {
+        "model": {"config": "LlamaConfig", "overrides": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}},
+        "mesh": {"dp_shard": 2},
+        "data": {"sequence_length": 64, "batch_size": 4},
+        "run": {"steps": 1},
+        "memory": {"budget": "1500 KiB"},
+    }
+    tables["model"]["overrides"] |= {"intermediate_size": 128, "num_attention_heads": 4}
+    plan = ParallelPlan.from_dict(tables)
+    with pytest.raises(PlanError, match='write budget = "'):
+        train(plan, prepare_folder(folder / "run", name="x", resume=True))
+
+
+def test_all_ranks_refuse_a_budget_alike(tmp_path):
+    run_ranks(2, train_over_budget, tmp_path)

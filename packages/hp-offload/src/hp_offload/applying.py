@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hp_offload.planning import plan_memory
+from hp_offload.planning import BudgetError, plan_memory
 from hp_offload.policies import CheckpointPolicy
 from hp_offload.port import port
 from hp_offload.saved import MemoryPlan, Saved
@@ -113,13 +113,15 @@ def _shared_plan(saved: Sequence[Saved], budget: int, bandwidth: float, in_fligh
             plan = plan_memory(saved, budget, bandwidth, in_flight=in_flight)
         except ValueError as error:
             failure = error
-    # Every rank has the same number of codes: a failure is the code after the policies'.
+    # Every rank has the same number of codes: a failure is the one after the policies', and then the least budget.
     own = [plan.policies.get(each.site, CheckpointPolicy.MUST_SAVE) for each in saved]
-    codes = port().share([*own, int(failure is not None)])
+    least = failure.least if isinstance(failure, BudgetError) else 0
+    codes = port().share([*own, int(failure is not None), least])
+    *codes, failed, least = codes
     if failure is not None:
         raise failure
-    if codes[-1]:
-        raise ValueError(f"fit_memory: rank 0 has no plan within a budget of {budget} bytes; its error says the least.")
+    if failed:
+        raise BudgetError(budget, least) if least else ValueError("fit_memory: rank 0 has no plan; its error says why.")
     sizes = {each.site: each.bytes for each in saved if each.alias_of is None}
     policies = {each.site: CheckpointPolicy(code) for each, code in zip(saved, codes)}
     return MemoryPlan(policies, plan.predicted_peak, plan.predicted_step, sizes)

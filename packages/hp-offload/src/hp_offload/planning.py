@@ -34,6 +34,23 @@ _EQUAL = 8  # blocks
 _GAP = 2e-3  # of a step's seconds: half of it takes HiGHS up to ten times as long
 
 
+class BudgetError(ValueError):
+    """A budget that no plan keeps to.
+
+    Args:
+        budget: bytes.
+        least: bytes that the step needs.
+    """
+
+    def __init__(self, budget: int, least: int) -> None:
+        self.budget, self.least = budget, least
+        super().__init__(
+            f"plan_memory: a budget of {size(budget)} ({budget} bytes) is below the least that this step needs,"
+            f" {size(least)} ({least} bytes): what its blocks are given, and the largest block. Use smaller blocks or"
+            " batches."
+        )
+
+
 def plan_memory(saved: Sequence[Saved], budget: int, bandwidth: float, *, in_flight: int = 1) -> MemoryPlan:
     """Choose keep, swap or recompute for everything a step saves, so that the step is fastest and fits the budget.
 
@@ -60,11 +77,7 @@ def plan_memory(saved: Sequence[Saved], budget: int, bandwidth: float, *, in_fli
         policies = _fitting(blocks, budget, bandwidth, in_flight)
     if policies is None:
         least = _least(blocks, bandwidth, in_flight)
-        raise ValueError(
-            f"plan_memory: a budget of {size(budget)} ({budget} bytes) is below the least that this step needs,"
-            f" {size(least)} ({least} bytes): what its blocks are given, and the largest block. Use smaller blocks or"
-            " batches."
-        )
+        raise BudgetError(budget, least)
     named = {each.site: policy for each, policy in zip(blocks.saved, policies)}
     for each in saved:
         if each.alias_of is not None:

@@ -68,8 +68,33 @@ def to_text(trace: Trace, width: int = 100) -> str:
             last = max(first + 1, round(span.end / (trace.makespan or 1.0) * width))
             kind = span.step.step_type.value if not span.step.sub_steps else "X"
             row[first:last] = kind * (last - first)
-        lines.append(f"rank {rank:3d} |{''.join(row[:width])}| {trace.peaks[rank]:g} bytes")
-    return "\n".join([*lines, f"bubble {trace.bubble:g} of {trace.makespan:g} s ({trace.bubble_ratio:.1%})"])
+        lines.append(f"rank {rank:3d} |{''.join(row[:width])}| {_bytes(trace.peaks[rank])}")
+    times = f"bubble {_seconds(trace.bubble)} of {_seconds(trace.makespan)} ({trace.bubble_ratio:.1%})"
+    return "\n".join([*lines, times])
+
+
+def _bytes(count: float) -> str:
+    """Format bytes for people.
+
+    >>> _bytes(700), _bytes(1.5 * 2**20), _bytes(3 * 2**30)
+    ('700 bytes', '1.5 MiB', '3.0 GiB')
+    """
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count:g} bytes"
+
+
+def _seconds(time: float) -> str:
+    """Format seconds for people.
+
+    >>> _seconds(2.5), _seconds(0.00034), _seconds(0.0)
+    ('2.5 s', '340 us', '0 s')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if time >= scale:
+            return f"{time / scale:.3g} {unit}"
+    return f"{time:g} s"
 
 
 def to_chrome(trace: Trace) -> str:

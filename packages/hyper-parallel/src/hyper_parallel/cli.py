@@ -227,7 +227,8 @@ def lint_plan(
         elif diagnostics:
             show_diagnostics(diagnostics, source=str(plan))
         else:
-            make_console().print(f"{plan}: nothing wrong was found")
+            unread = "; its model was not read" if report.unread else ""
+            make_console().print(f"{plan}: nothing wrong was found{unread}")
         for note in [] if json_lines else notes:
             typer.echo(f"note: {note}", err=True)
         if diagnostics:

@@ -15,7 +15,8 @@ import numpy as np
 
 from hp_checkpoint import Checkpointer, CheckpointError, InvalidCheckpointError, Keep
 from hp_checkpoint.extend import LastWords, Ranks
-from hp_plan import ParallelPlan
+from hp_offload.extend import BudgetError
+from hp_plan import ParallelPlan, PlanError
 from hp_plan.extend import data_parallel_rows, vocabulary
 from hp_platform import LostRankError, get_platform, manual_seed
 from hp_platform.extend import note_step
@@ -40,7 +41,7 @@ from hyper_parallel.port import Numbers, Trainer, gathering, shortages, training
 from hyper_parallel.position import check_order, order
 from hyper_parallel.profiling import Profile
 from hyper_parallel.prompts import Prompts
-from hyper_parallel.shortage import MemoryShortage, report, write
+from hyper_parallel.shortage import MemoryShortage, over_budget, report, write
 from hyper_parallel.stopping import Stop
 from hyper_parallel.tokenized import agreed_files, with_tokens
 from hyper_parallel.validation import Validation
@@ -244,6 +245,8 @@ class Run:
         try:
             with self._profile.around(self.step + 1):
                 return self._computed(begun)
+        except BudgetError as error:
+            raise PlanError([over_budget(self.plan, error)]) from error
         except Exception as error:
             if not shortages().ran_out(error):
                 raise

@@ -6,11 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hp_plan import ParallelPlan
+from hp_offload.extend import BudgetError, parse_size, size
+from hp_plan import Diagnostic, ParallelPlan
 
 
 class MemoryShortage(RuntimeError):
     """A step ran out of memory; the text is the report."""
+
+
+def over_budget(plan: ParallelPlan, error: BudgetError) -> Diagnostic:
+    """Say what the plan's budget would have to be.
+
+    Args:
+        plan: with a budget.
+        error: of the first step, which needs more than the budget leaves.
+    """
+    states = parse_size(str(plan.memory.budget)) - error.budget
+    message = (
+        f"got {plan.memory.budget}, of which weights, gradients and optimizer states take {size(states)} on each rank;"
+        f" what backward needs is {size(error.least)} at least"
+    )
+    enough = f"{-(-(states + error.least) // (1 << 20))} MiB"
+    return Diagnostic("memory.budget", message, f'write budget = "{enough}", or make mesh.dp_shard or mesh.tp larger')
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def share(codes: list[int]) -> list[int]:
     platform = get_platform()
     if not platform.groups.is_initialized() or platform.groups.size() == 1:
         return codes
-    tensor = torch.tensor(codes, dtype=torch.int32, device=platform.devices.current_device())
+    tensor = torch.tensor(codes, dtype=torch.int64, device=platform.devices.current_device())
     platform.collectives.broadcast(tensor, group_src=0, group=platform.groups.new_group(range(platform.groups.size())))
     return tensor.tolist()
 
