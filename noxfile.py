@@ -75,7 +75,11 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
         session.skip(f"{backend} {needs}")
     framework = backend.split("-")[0]
     # For tests only; peft brings accelerate.
-    libraries = {"hp-plan": ("peft",), "hp-pipeline": ("transformers",), "hyper-parallel": ("pyarrow", "peft")}
+    libraries = {
+        "hp-plan": ("peft",),
+        "hp-pipeline": ("transformers",),
+        "hyper-parallel": ("pyarrow", "peft", "griffelib"),
+    }
     wanted = [each for name in packages for each in libraries.get(name, ())] if framework == "torch" else []
     others = ("pytest-xdist", *requirements, *wanted)
     install(session, *packages, extras=f"[{framework},test]", others=others, framework=framework)
@@ -233,15 +237,33 @@ def build_packages(session: nox.Session, folder: str, *options: str) -> None:
 @nox.session
 def isolation(session: nox.Session) -> None:
     """Each package as a wheel, alone with its dependencies: without a framework, with torch, MindSpore, both."""
+    folder = ROOT / session.create_tmp() / "wheels"
+    build_packages(session, str(folder))  # the wheels are built from the sdists
+    check_wheels(session, folder, session.posargs or PACKAGES)
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """All of a release but the upload, in dist/; public names are compared with the last tag or `-- REV`."""
+    session.install("twine", "griffelib", "packaging", "--constraint", CONSTRAINTS)
+    session.run("python", ".ci/versions.py")
+    session.run("python", "docs/api_changes.py", *session.posargs)
+    build_packages(session, "dist")
+    distributions = [str(path) for suffix in ("whl", "tar.gz") for path in sorted(ROOT.glob(f"dist/*.{suffix}"))]
+    session.run("twine", "check", "--strict", *distributions)
+    check_wheels(session, ROOT / "dist", PACKAGES)
+
+
+def check_wheels(session: nox.Session, wheel_folder: Path, packages: list[str]) -> None:
+    """Installs packages from a folder with the wheels of all, one by one in empty environments, and tries each."""
     folder = ROOT / session.create_tmp()
-    build_packages(session, str(folder / "wheels"))  # the wheels are built from the sdists
-    wheels = {path.name.split("-")[0].replace("_", "-"): path.as_uri() for path in folder.glob("wheels/*.whl")}
+    wheels = {path.name.split("-")[0].replace("_", "-"): path.as_uri() for path in wheel_folder.glob("*.whl")}
     own = folder / "own-wheels.txt"
     own.write_text("".join(f"{name} @ {uri}\n" for name, uri in wheels.items()))
     environment = folder / "environment"  # of each package in turn, so that a framework is compiled once
     bytecode = folder / "bytecode"
     shutil.rmtree(bytecode, ignore_errors=True)
-    for package in session.posargs or PACKAGES:
+    for package in packages:
         python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
         session.run("uv", "venv", "--quiet", "--clear", str(environment))
         stages = [("", "torch", "without-framework"), ("[torch]", "torch", "with-torch")]

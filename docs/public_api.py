@@ -28,17 +28,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare, and change nothing")
     check = parser.parse_args().check
-    sources = sorted(path for path in ROOT.glob("packages/*/src") if path.parent.name != UMBRELLA)
-    loader = griffe.GriffeLoader(search_paths=[str(source) for source in sources])
-    packages = [path.name for source in sources for path in source.iterdir() if (path / "__init__.py").exists()]
-    for name in packages:
-        loader.load(name)
-    loader.resolve_aliases(implicit=True, external=False)
+    packages = load_packages(ROOT)
     status = 0
-    for source in sources:
-        name = source.parent.name.replace("-", "_")
-        target = source.parent / "api.txt"
-        text = "".join(f"{line}\n" for line in listing(loader.modules_collection[name]))
+    for name, package in packages.items():
+        if name == UMBRELLA:
+            continue
+        target = ROOT / "packages" / name / "api.txt"
+        text = "".join(f"{line}\n" for line in listing(package))
         if not check:
             target.write_text(text, "utf-8")
             continue
@@ -51,6 +47,15 @@ def main() -> int:
     if status:
         print("the public API has changed: run python docs/public_api.py, and name the change in a CHANGELOG.md")
     return status
+
+
+def load_packages(root: Path) -> dict[str, griffe.Module]:
+    """Read the sources of every package of a checkout; by name of the distribution, sorted."""
+    names = sorted(path.parent.name for path in root.glob("packages/*/src"))
+    loader = griffe.GriffeLoader(search_paths=[str(root / "packages" / name / "src") for name in names])
+    modules = {name: loader.load(name.replace("-", "_")) for name in names}
+    loader.resolve_aliases(implicit=True, external=False)
+    return modules
 
 
 def listing(package: griffe.Object) -> Iterator[str]:
