@@ -14,6 +14,7 @@ at a time; `-n 0` runs them in pytest's own process, for `-s` and `--pdb`.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -56,6 +57,21 @@ BACKENDS = {
     "mindspore-cpu": ([], None, ""),
     "mindspore-ascend": ([], "npu-smi", "needs an Ascend NPU and CANN (npu-smi is not on the PATH)"),
 }
+# Ends of docs/support.md: a Python, a framework, and the newest or the lowest versions declared of all other libraries.
+SUPPORT = [
+    *(
+        (f"3.{minor}", framework, "newest")
+        for minor in (11, 12, 13, 14)
+        for framework in ("", "torch 2.13", "mindspore 2.10")
+    ),
+    *(("3.11", f"torch {series}", "newest") for series in ("2.11", "2.12", "2.14")),
+    *(("3.11", framework, "lowest") for framework in ("", "torch 2.13", "mindspore 2.10")),
+]
+SUPPORT_TESTS = (  # of what rests on transformers' and safetensors' own names
+    "packages/hp-checkpoint/tests/torch/test_kinds_of_tensors.py",
+    *(f"packages/hp-plan/tests/test_{name}.py" for name in ("derived", "expert_plans", "model_folders", "packing")),
+)
+EXAMPLES = {"torch": "examples/qwen3_fsdp_tp.toml", "mindspore": "examples/mindspore_qwen3_fsdp_tp.toml"}
 CI = ("torch-cpu", "torch-npu-sim", "mindspore-cpu")  # they need no device, so two tests may run at a time
 
 
@@ -280,6 +296,51 @@ def check_wheels(session: nox.Session, wheel_folder: Path, packages: list[str]) 
             options = ("-I", "-X", f"pycache_prefix={bytecode}")
             session.run(str(python), *options, ".ci/check_isolated.py", package, mode, external=True)
     shutil.rmtree(environment)
+
+
+@nox.session(default=False)
+@nox.parametrize(
+    ["version", "framework", "others"],
+    SUPPORT,
+    ids=[f"{end[0]}, {end[1] or 'no framework'}, {end[2]}" for end in SUPPORT],
+)
+def support(session: nox.Session, version: str, framework: str, others: str) -> None:
+    """One end of docs/support.md: names, an example, some tests; skipped where there is no such Python or CPU build."""
+    folder = ROOT / session.create_tmp()
+    shutil.rmtree(folder)
+    python = folder / "environment" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    make = ("uv", "venv", "--quiet", "--no-python-downloads", "--python", version, str(folder / "environment"))
+    session.run(*make, success_codes=[0, 2], silent=True)
+    if not python.exists():
+        session.skip(f"not tested here: this machine has no Python {version}")
+    kind = framework.partition(" ")[0]
+    build = cpu_build(session, python, framework.replace(" ", "==") + ".*") if kind else []
+    if build is None:
+        session.skip(f"not tested here: uv finds no CPU build of {framework} for Python {version}")
+    packages = [f"./packages/{name}[{kind},test]" if kind else f"./packages/{name}" for name in PACKAGES]
+    options = ("--no-sources", "--resolution", "lowest-direct" if others == "lowest" else "highest")
+    pins = ("--build-constraint", CONSTRAINTS)
+    session.run("uv", "pip", "install", "--python", str(python), *pins, *options, *packages, *build)
+    for package in PACKAGES:
+        mode = f"with-{kind}" if kind else "without-framework"
+        session.run(str(python), "-I", ".ci/check_isolated.py", package, mode, external=True)
+    run = (str(python), "-m", "hyper_parallel")
+    if kind == "torch":
+        session.run(*run, "verify", EXAMPLES[kind], external=True)
+        session.run(str(python), "-m", "pytest", "--quiet", "--backend", "torch-cpu", *SUPPORT_TESTS, external=True)
+    if kind:
+        session.run(*run, "train", EXAMPLES[kind], "--steps", "10", "--out", str(folder / "run"), external=True)
+    shutil.rmtree(folder)
+
+
+def cpu_build(session: nox.Session, python: Path, requirement: str) -> list[str] | None:
+    """The build of a framework that uv would install, as a requirement; None where there is none but for CUDA."""
+    ask = ("uv", "pip", "install", "--dry-run", "--python", str(python), requirement)
+    told = str(session.run(*ask, success_codes=[0, 1, 2], silent=True))
+    wanted = re.findall(r"^ \+ (\S+==\S+)", told, re.MULTILINE)
+    name = requirement.partition("==")[0]
+    cuda = any(each.startswith(("cuda-", "nvidia-")) for each in wanted)
+    return None if cuda else [each for each in wanted if each.startswith(f"{name}==")] or None
 
 
 @nox.session
