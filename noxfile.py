@@ -190,11 +190,12 @@ def backends(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, the imports, public names, docs/backends.md, docs/architecture.md, docs/plan.md; `-- --fix` mends them."""
+    """ruff, imports, changelogs, public names, docs/backends.md, architecture.md, plan.md; `-- --fix` mends them."""
     install(session, others=("ruff", "import-linter", "griffelib"))
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+    session.run("python", ".ci/versions.py")
     session.run("python", "docs/make_backends.py", "--check")
     session.run("python", "docs/structure.py", "--check")
     for script in ("public_api", "architecture", "plan_keys"):

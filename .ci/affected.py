@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = ("origin/main", "main", "origin/master", "master")
 UNTESTED = re.compile(
-    r"packages/[^/]+/(CHANGELOG\.md|LICENSE|api\.txt)|docs/[^/]+\.md|CONTRIBUTING\.md|LICENSE|mkdocs\.yml|\.[^/]+"
+    r"packages/[^/]+/(CHANGELOG\.md|LICENSE|api\.txt)|docs/[^/]+\.md|(CONTRIBUTING|SECURITY)\.md|LICENSE|CITATION\.cff"
+    r"|mkdocs\.yml|\.[^/]+"
 )
 """Files that no test reads."""
 OWN = re.compile(r"packages/[^/]+/(tests|benchmarks)/.*")

@@ -4,7 +4,7 @@
 
 The newest section of a changelog has to name the version in pyproject.toml, `## 0.2.0` or `## 0.2.0 (unreleased)`, or
 none yet, `## Unreleased`, and to say something. A package index shows the README without the repository around it, so
-its links have to be whole addresses. The nox session `release` runs this.
+its links have to be whole addresses. The nox sessions `lint` and `release` run this.
 """
 
 from __future__ import annotations
