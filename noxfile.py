@@ -233,7 +233,7 @@ def new_package(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Pyright on the sources of every package; `-- packages/hp-fsdp/src` on those of one."""
-    install(session, *PACKAGES, extras="[torch,test]", others=("pyright[nodejs]",))
+    install(session, *PACKAGES, extras="[torch,test]", others=("pyright[nodejs]", "peft"))
     session.run("pyright", *(session.posargs or SOURCES))
 
 
