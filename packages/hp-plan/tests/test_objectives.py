@@ -19,6 +19,9 @@ from hp_checkpoint.extend import Ranks
 from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, build_model, build_optimizer, build_parallel_model, lint, verify
 from hp_plan.extend import data_parallel_place
+from hp_plan.memory import training_bytes
+from hp_plan.objectives import has_copy
+from hp_plan.port import models
 from hp_plan.torch.extend import backward_loss, build_objective, evaluate
 from hp_testing import device_type, on_ranks
 
@@ -313,6 +316,15 @@ def test_a_reward_needs_a_token_for_padding_and_no_other_loss():
     assert "write pad_token_id = 0" in texts(plan_of({}, {"kind": "reward"}, model=model))
     moe = {"config": "MixtralConfig", "overrides": {**SMALL, "output_router_logits": True}}
     assert "which is not the objective's" in texts(plan_of({}, {"kind": "dpo"}, model=moe))
+
+
+def test_a_second_copy_takes_memory_and_an_adapters_reference_none():
+    plans = {kind: plan_of({}, {"kind": kind} if kind == "dpo" else {}, data=PAIRS) for kind in ("dpo", "causal-lm")}
+    outline = models().outline(build_model(plans["dpo"], device="meta"))
+    more = training_bytes(plans["dpo"], outline) - training_bytes(plans["causal-lm"], outline)
+    assert more == 8 * outline.elements
+    adapted = plan_of({}, {"kind": "dpo"}, adapter={"kind": "lora"})
+    assert not has_copy(adapted) and has_copy(plans["dpo"])
 
 
 def test_a_function_that_returns_no_sum_is_named():

@@ -8,6 +8,7 @@ from hp_offload.extend import parse_size, size
 from hp_optim.extend import is_hidden_matrix
 from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.expert_options import replicas
+from hp_plan.objectives import has_copy
 from hp_plan.outline import ModelOutline, matched_by
 from hp_plan.plan import ParallelPlan
 from hp_platform import get_platform
@@ -27,6 +28,8 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 def training_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
     """Estimate the bytes of a rank's shard of weights, gradients and optimizer states.
+
+    A second copy of the model, which an objective compares with, counts; a model of another folder does not.
 
     Args:
         plan: says the dtype, the mesh and the optimizer.
@@ -55,7 +58,8 @@ def _trained_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
     if plan.optimizer.swap_slices:  # three slices are on the device at a time
         states *= min(1.0, 3 / plan.optimizer.swap_slices)
     uneven = _uneven_experts(plan, model)
-    shared = model.elements + uneven + (model.trained + uneven) * (1 + states)
+    copies = 2 if has_copy(plan) else 1
+    shared = (model.elements + uneven) * copies + (model.trained + uneven) * (1 + states)
     shards = plan.mesh.world_size // plan.mesh.dp_replicate
     return (int(shared) // shards + _waiting(plan, model) + replicas(plan, model)) * BYTES[plan.run.dtype]
 

@@ -11,7 +11,7 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.sections import AdapterSection, MemorySection, ObjectiveSection
 from hp_platform import get_platform
 
-__all__ = ["check_objective", "check_scores", "reference_plan"]
+__all__ = ["check_objective", "check_scores", "has_copy", "reference_plan"]
 
 _PAIRS = ("dpo", "reward")
 _LEAVE = "leave [objective] out"
@@ -35,6 +35,11 @@ def reference_plan(plan: ParallelPlan) -> ParallelPlan | None:
     return dataclasses.replace(
         plan, model=model, adapter=AdapterSection(), memory=MemorySection(), objective=ObjectiveSection()
     )
+
+
+def has_copy(plan: ParallelPlan) -> bool:
+    """Return True if the objective compares with a second copy of the model."""
+    return plan.objective.reference is None and reference_plan(plan) is not None
 
 
 def check_objective(plan: ParallelPlan) -> list[Diagnostic]:
