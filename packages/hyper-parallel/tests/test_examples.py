@@ -287,3 +287,21 @@ MODEL = {
         "num_key_value_heads": 2,
     },
 }
+
+
+def test_the_answers_of_a_pair_are_shown_as_such(folder, tmp_path):
+    file = write(tmp_path / "pairs.jsonl", {"prompt": "hi", "chosen": "good", "rejected": "bad"})
+    data = {"paths": [str(file)], "format": "preference", "sequence_length": 16}
+    plan = tmp_path / "plan.toml"
+    plan.write_text(ParallelPlan.from_dict({"model": {"path": str(folder)}, "data": data}).to_toml())
+    result = CliRunner().invoke(cli.app, ["data", "show", str(plan), "--count", "2"])
+    assert result.exit_code == 0, result.output
+    assert "document 0 (pair 0, chosen): " in result.output and "document 1 (pair 0, rejected): " in result.output
+
+
+def test_conversations_are_not_taken_for_pairs(folder, tmp_path):
+    """The objective may have asked for pairs, so nobody is sent back to the format of the file."""
+    file = write(tmp_path / "chat.jsonl", {"messages": TALK})
+    with pytest.raises(DataError, match="no 'chosen'") as caught:
+        list(Examples("preference", read_tokenizer(str(folder))).read(file))
+    assert caught.value.fix.startswith("give lines with 'prompt', 'chosen' and 'rejected'")

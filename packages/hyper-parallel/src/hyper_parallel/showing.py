@@ -119,7 +119,7 @@ def show(plan: ParallelPlan, first: int, count: int, *, json_lines: bool) -> Non
         size, left = len(each.tokens), each.kept[1] - each.kept[0]
         cut = "" if left == size else f", of which a sample has {left or 'none'} (data.truncation)"
         console.print(
-            f"document {each.number}: {size} tokens{cut}; a loss is taken of {sum(each.trained)}",
+            f"{_named(plan, each.number)}: {size} tokens{cut}; a loss is taken of {sum(each.trained)}",
             markup=False,
             soft_wrap=True,
         )
@@ -132,3 +132,10 @@ def show(plan: ParallelPlan, first: int, count: int, *, json_lines: bool) -> Non
             text.append(marked, style="green" if on else "dim")
         console.print(text, soft_wrap=True)
         console.print()
+
+
+def _named(plan: ParallelPlan, number: int) -> str:
+    """Name a document; the two answers of a pair follow each other."""
+    if plan.data.format != "preference":
+        return f"document {number}"
+    return f"document {number} (pair {number // 2}, {('chosen', 'rejected')[number % 2]})"

@@ -85,6 +85,8 @@ class Examples:
             message = f"has no {lacking[0]!r}, which data.format = {self._format!r} needs; it has {', '.join(row)}"
             near = [name for name, keys in FORMATS.items() if all(row.get(key) is not None for key in keys)]
             fix = f"write format = {near[0]!r}" if near else "rename the key, or take another format"
+            if self._format == "preference":  # the objective may have asked for it
+                fix = "give lines with 'prompt', 'chosen' and 'rejected'; data of other formats has no pairs of answers"
             raise DataError(message, fix, key="format")
         tools = row.get("tools") or None
         if self._format == "messages":
