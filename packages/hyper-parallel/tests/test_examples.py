@@ -273,7 +273,7 @@ def test_a_plan_is_checked_and_shown(folder, tmp_path):
             }
         )
     )
-    assert (found.key, found.fix) == ("data.format", "write format = 'messages'")
+    assert found.key == "data.format" and found.fix.startswith("give lines with 'prompt', 'chosen' and 'rejected'")
 
 
 MODEL = {
