@@ -52,7 +52,8 @@ from hyper_parallel.display import evaluation_text, findings_table, make_console
 from hyper_parallel.doctor import examine_machine
 from hyper_parallel.evaluating import check_checkpoint
 from hyper_parallel.launch import Job, Resume
-from hyper_parallel.output import OutputError, claimed, prepare_folder
+from hyper_parallel.output import OutputError, claimed, prepare_folder, replace_text
+from hyper_parallel.page import report_page
 from hyper_parallel.port import launcher
 from hyper_parallel.position import check_resume
 from hyper_parallel.proposing import init
@@ -266,6 +267,21 @@ def show_data(
         if diagnostics:
             raise PlanError(diagnostics)
         showing.show(read, first, count, json_lines=json_lines)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="By default report.html in the run's folder.", show_default=False),
+    ] = None,
+) -> None:
+    """Write a page of HTML that shows a run: curves, mesh, checkpoints, starts, plan; it needs no other file."""
+    with user_errors():
+        page, file = report_page(run), out or run / "report.html"
+        replace_text(file, page)
+        typer.echo(str(file))
 
 
 @app.command()

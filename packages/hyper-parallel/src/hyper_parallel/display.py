@@ -209,7 +209,7 @@ def print_summary(console: Console, summary: Summary, *, title: str) -> None:
     table = Table(title=title, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    memory = ", ".join(_bytes(peak) for peak in summary.peak_memory)
+    memory = ", ".join(scaled(peak) for peak in summary.peak_memory)
     for name, value in {
         "steps": f"{summary.steps}",
         "loss": f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at the end{_mean(summary.averaged)}",
@@ -307,7 +307,7 @@ def _cells(step: Step) -> tuple[str, ...]:
         f"{step.loss:.4f}",
         f"{step.grad_norm:.3f}",
         f"{step.tokens_per_second:,.0f}",
-        _bytes(step.peak_memory),
+        scaled(step.peak_memory),
         _remarks(step),
     )
 
@@ -332,10 +332,10 @@ def _texts(step: Step) -> Iterator[str]:
         yield from (f"  {line}" for line in text.translate(_SHOWN).splitlines())
 
 
-def _bytes(count: int) -> str:
+def scaled(count: int) -> str:
     """Format bytes for people.
 
-    >>> _bytes(650 << 20), _bytes(3 << 30)
+    >>> scaled(650 << 20), scaled(3 << 30)
     ('650 MiB', '3.0 GiB')
     """
     return f"{count / 2**30:,.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:,.0f} MiB"

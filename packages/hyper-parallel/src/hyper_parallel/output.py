@@ -251,7 +251,7 @@ def draw_loss(curve: Curve, path: Path, *, title: str) -> None:
     Raises:
         ImportError: matplotlib isn't installed.
     """
-    figure = _figure()
+    figure = make_figure(7, 4)
     axes = figure.add_subplot()
     axes.plot(curve.steps, curve.losses, linewidth=1.2, label="training")
     if curve.validated[0]:
@@ -263,9 +263,18 @@ def draw_loss(curve: Curve, path: Path, *, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _figure() -> Any:
+def make_figure(width: float, height: float) -> Any:
+    """Make a figure of matplotlib, which needs no display.
+
+    Args:
+        width: in inches.
+        height: in inches.
+
+    Raises:
+        ImportError: matplotlib isn't installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("the loss curve needs matplotlib: pip install 'hyper-parallel[train]'") from error
-    return Figure(figsize=(7, 4), layout="constrained")
+        raise ImportError("curves need matplotlib: pip install 'hyper-parallel[train]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
