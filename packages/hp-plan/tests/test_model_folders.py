@@ -207,3 +207,14 @@ def test_mistakes(folder, tmp_path):
     config.unlink()
     (bare,) = messages(folder)
     assert bare.startswith("model.path: FOLDER has no config.json; give a folder that save_pretrained wrote")
+
+
+def test_a_runs_folder_names_the_checkpoint_that_has_the_model(tmp_path):
+    newest = tmp_path / "checkpoints" / "step-00000020"
+    newest.mkdir(parents=True)
+    plan = ParallelPlan.from_dict({"model": {"path": str(tmp_path)}})
+    (newest / "manifest.json").write_text("{}")
+    (newest / "config.json").write_text("{}")
+    assert [each.fix for each in lint(plan)] == [f"it has checkpoints: {newest}"]
+    (newest / "config.json").rename(newest / "adapter_config.json")
+    assert "it has checkpoints: it is an adapter: write it as adapter.weights" in lint(plan)[0].fix

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_checkpoint.extend import open_checkpoint
+from hp_checkpoint.extend import open_checkpoint, steps_in
 from hp_moe import register_experts
 from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.sections import ModelSection
@@ -33,8 +33,7 @@ def check_folder(section: ModelSection) -> list[Diagnostic]:
         fix = near if near.startswith("did") else "give a folder on this machine: nothing is downloaded"
         return [Diagnostic("model.path", f"the folder {folder} does not exist", fix)]
     if not (folder / "config.json").is_file():
-        fix = "give a folder that save_pretrained wrote, or that was downloaded with all its files"
-        return [Diagnostic("model.path", f"{folder} has no config.json", fix)]
+        return [Diagnostic("model.path", f"{folder} has no config.json", _folder_fix(folder))]
     try:
         config = _config_of(folder)
         _class_of(config, section.task)
@@ -48,6 +47,17 @@ def check_folder(section: ModelSection) -> list[Diagnostic]:
             fix = "download the safetensors, or write weights = 'random'"
             diagnostics.append(Diagnostic("model.path", str(error), fix))
     return diagnostics
+
+
+def _folder_fix(folder: Path) -> str:
+    """Say which folder has a model, where one is given that has something else."""
+    if (folder / "adapter_config.json").is_file():
+        return "it is an adapter: write it as adapter.weights, or merge it by hyper-parallel checkpoint merge"
+    inner = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    if steps := steps_in(inner):
+        newest = inner / f"step-{steps[-1]:08d}"
+        return f"it has checkpoints: {_folder_fix(newest) if not (newest / 'config.json').is_file() else newest}"
+    return "give a folder that save_pretrained wrote, or that was downloaded with all its files"
 
 
 def _config_of(folder: Path) -> Any:

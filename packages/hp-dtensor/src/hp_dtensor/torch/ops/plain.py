@@ -23,6 +23,11 @@ _SIZED = ("view", "reshape", "expand", "repeat", "tile", "narrow", "unfold", "un
 _TAKE_NUMBERS = {getattr(owner, name) for owner in (Tensor, torch) for name in _SIZED if hasattr(owner, name)}
 """Functions whose arguments after the first are sizes: models compute them as tensors, too."""
 
+_SHARED = (
+    " Where two modules share it as their weight, give both a style. A module with a style's name takes and returns"
+    " DTensors; one with its class, such as ColwiseParallel(), plain tensors."
+)
+
 
 def replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Plain tensors as replicated DTensors: scalars always, others where the user said so.
@@ -46,9 +51,7 @@ def replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if value.dim() and not replicates_plain():
             if why := some.__dict__.get("_meets_plain"):
                 raise RuntimeError(f"{name_of(func)}: {why}")
-            shared = (
-                " Where two modules share it as their weight, give both a style." if hasattr(some, "_is_param") else ""
-            )
+            shared = _SHARED if hasattr(some, "_is_param") else ""
             raise ValueError(
                 f"{name_of(func)}: a plain tensor of shape {tuple(value.shape)} meets a DTensor of shape"
                 f" {tuple(some.shape)} placed {some._spec.placements}. Distribute it (distribute_tensor or"
