@@ -224,14 +224,16 @@ def test_two_axes_and_a_scattered_sequence():
 
 
 @on_ranks(2)
-def test_the_reference_of_an_adapter_is_the_model_without_it(folder: Path):
+@pytest.mark.parametrize("mesh", ["fsdp", "tp"])
+def test_the_reference_of_an_adapter_is_the_model_without_it(folder: Path, mesh: str):
     """The first loss is that of two equal models, and the gradients are those that `verify` finds in one process."""
     base = {"path": write_model(folder, 3)}
-    plan = plan_of({"dp_shard": 2}, {"kind": "dpo"}, model=base, adapter={"kind": "lora", "rank": 2})
+    plan = plan_of(MESHES[mesh], {"kind": "dpo"}, adapter={"kind": "lora", "rank": 2})
     plan = ParallelPlan.from_dict({**plan.to_dict(), "model": base})
     model, own = build_parallel_model(plan), build_objective(plan)
     tokens, labels = batch_of(0, 8)
-    part = slice(data_parallel_place(plan) * 4, data_parallel_place(plan) * 4 + 4)
+    rows = 8 // plan.mesh.data_parallel
+    part = slice(data_parallel_place(plan) * rows, (data_parallel_place(plan) + 1) * rows)
     loss = backward_loss(plan, model, tokens[part], labels=labels[part], objective=own)
     assert loss is not None and loss.item() == pytest.approx(math.log(2))
     assert all(p.requires_grad == (p.grad is not None) for p in model.parameters())
