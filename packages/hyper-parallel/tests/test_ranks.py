@@ -281,7 +281,7 @@ def test_an_interrupt_saves_and_ends_every_rank(launcher, whom):
     assert (status, err.splitlines()) == (
         130,
         [
-            "note: the run ends after this step, and is saved; Ctrl-C again ends it at once",
+            "note: the run ends after the steps that have begun, and is saved; Ctrl-C again ends it at once",
             f"note: go on from step {step} by --resume auto --out {run}",
             "error: interrupted by SIGINT: all ranks are ended",
         ],

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, TextIO
@@ -282,6 +282,7 @@ def main() -> None:
         init_on_this_machine(rank, count, connection.send, connection.recv)
         function, args, kwargs = pickle.loads(task)
         kind, value, trace = "returned", function(*args, **kwargs), ""
+        _check_whole(value)
         get_platform().devices.synchronize()  # what fails late fails here
     except Exception as error:
         kind = "lost a peer" if process.peer_lost(error) else "raised"
@@ -292,6 +293,24 @@ def main() -> None:
     with contextlib.suppress(EOFError, ConnectionResetError):
         connection.recv()  # until all have returned
     os._exit(0)  # threads of a backend may hold what has been sent
+
+
+def _check_whole(value: Any) -> None:
+    """Check that what is returned has a meaning without the other ranks.
+
+    Raises:
+        TypeError: it holds a DTensor.
+    """
+    from hp_dtensor import DTensor
+
+    if isinstance(value, DTensor):
+        raise TypeError(
+            f"a DTensor of shape {tuple(value.shape)} is returned, whose parts are of ranks that end now: return"
+            " full_tensor(), which all of them call, or to_local()"
+        )
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for each in inner:
+        _check_whole(each)
 
 
 def _outcome(kind: str, value: Any, trace: str) -> tuple[str, bytes, str]:

@@ -56,5 +56,5 @@ def _after(seconds: float, status: int) -> None:
 
 def say_first_interrupt() -> None:
     """Say what the first Ctrl-C does."""
-    sys.stderr.write("note: the run ends after this step, and is saved; Ctrl-C again ends it at once\n")
+    sys.stderr.write("note: the run ends after the steps that have begun, and is saved; Ctrl-C again ends it at once\n")
     sys.stderr.flush()
