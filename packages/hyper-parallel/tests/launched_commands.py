@@ -28,7 +28,7 @@ class Bigram(nn.Module):
 
     def forward(self, input_ids, labels):
         self.calls += 1
-        rank = int(os.environ["RANK"])
+        rank = get_platform().groups.rank()
         if self.calls == 1:
             open(f"{self.run}.rank{rank}.pid", "w").write(str(os.getpid()))
         if self.calls == 3 and rank == self.victim:

@@ -58,6 +58,7 @@ from hyper_parallel.port import launcher
 from hyper_parallel.position import check_resume
 from hyper_parallel.proposing import init
 from hyper_parallel.reporting import leads, say, saying_what_is_saved, show_diagnostics, user_errors
+from hyper_parallel.slurm import Request, check_request, job_script
 from hyper_parallel.version import Version
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan.", show_default=False)]
@@ -300,6 +301,50 @@ def doctor(
             make_console().print(findings_table(findings))
         if faults:
             raise typer.Exit(1)
+
+
+@app.command()
+def slurm(
+    plan: PlanFile,
+    nodes: Annotated[int, typer.Option(min=1, help="The job's nodes.")],
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(min=0, help="One a rank; by default as the mesh needs. 0: ranks on CPUs.", show_default=False),
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(help="The job's limit, such as 8:00:00; else the partition's.", show_default=False)
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="The run's folder, seen by all nodes; by default runs/<plan>.", show_default=False),
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="As partition=gpu; repeatable.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="JOB.sh", help="Write here; else to the terminal.", show_default=False)
+    ] = None,
+    assignments: Set = None,
+) -> None:
+    """Write a script for sbatch that trains the plan, a rank a task of srun; it saves before its time limit."""
+    with user_errors():
+        tables = _read(plan, assignments)
+        _set_environment(tables, plan)
+        read, errors = read_plan(tables)
+        report = examine(read, errors, run_model_code=True)
+        request = Request(nodes, gpus_per_node, time, tuple(options or ()))
+        diagnostics = [*report.diagnostics, *check_run(read, report.config), *check_request(request, read)]
+        if diagnostics:
+            raise PlanError(diagnostics)
+        text = job_script(request, read, plan, folder or Path("runs") / plan.stem, assignments or ())
+        if out is None:
+            typer.echo(text, nl=False)
+            return
+        if out.exists():
+            raise OutputError(f"{out} exists; remove it, or choose another file with --out")
+        out.write_text(text, encoding="utf-8")
+        typer.echo(f"{out} is written; next: sbatch {out}")
 
 
 @app.command()
