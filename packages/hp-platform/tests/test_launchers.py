@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hp_platform import get_platform
-from hp_platform.extend import Place, launch_command, launcher_place
+from hp_platform.extend import Place, launch_command, launcher_place, speaks_for_ranks
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MSRUN = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4", "RANK_ID": "3", "DEVICE_ID": "1"}
@@ -56,6 +56,26 @@ def test_a_launcher_tells_the_place(monkeypatch, elsewhere, environment, place):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launcher_place() == place
+
+
+@pytest.mark.parametrize(
+    ("environment", "speaks"),
+    [
+        ({}, True),
+        (TORCHRUN, False),
+        ({**TORCHRUN, "LOCAL_RANK": "0"}, True),  # of the second machine, whose terminal is another
+        (MSRUN, True),
+        ({**SRUN, "SLURM_LOCALID": "0"}, False),
+        ({**SRUN, "SLURM_PROCID": "0"}, True),
+    ],
+    ids=["nobody", "torchrun", "first of torchrun", "msrun", "srun", "first of srun"],
+)
+def test_one_rank_speaks_for_those_that_write_together(monkeypatch, elsewhere, environment, speaks):
+    for name in os.environ.keys() - elsewhere.keys():
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert speaks_for_ranks() is speaks
 
 
 PROGRAM = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -176,6 +177,27 @@ def test_training_joins_torchrun(folder):
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
     assert [json.loads(line).get("step") for line in out.splitlines()] == [1, 2, 3, 4, None]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said", "last"),
+    [
+        ("wrong.toml", "[optimizer] has no key 'lrr'", "the plan has errors, in the table above: optimizer.lrr"),
+        (
+            "none.toml",
+            "error: the plan none.toml can't be read: No such file",
+            "the plan none.toml can't be read: No such",
+        ),
+    ],
+)
+def test_an_error_of_all_ranks_is_said_once_under_torchrun(folder, monkeypatch, plan, said, last):
+    monkeypatch.setenv("COLUMNS", "400")
+    (folder / "wrong.toml").write_text((folder / "run.toml").read_text().replace("lr =", "lrr ="))
+    process = start(folder, *TORCHRUN, "train", plan, "--data", "text")
+    out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, out, err.count(said)) == (1, "", 1), err
+    assert re.search(r"exitcode  : 1 \(pid: \d+\) \n.*\n  traceback : " + re.escape(last), err)
+    assert set(re.findall(r"exitcode  : (\d+)", err)) == {"1"}  # of the other rank, too
 
 
 @pytest.mark.thorough

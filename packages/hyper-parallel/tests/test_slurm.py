@@ -157,3 +157,6 @@ def test_a_job_saves_at_its_limit_and_goes_on_with_the_losses_of_torchrun(folder
     run = subprocess.run(command, env={**os.environ, "HYPER_PARALLEL_DEVICE": "cpu"}, check=False, capture_output=True)
     assert run.returncode == 0, run.stderr.decode()
     assert done == losses(folder / "other")
+    (folder / "run.toml").write_text((folder / "run.toml").read_text().replace("lr =", "lrr ="))
+    status, said = job(stop=False)
+    assert (status, said.count("[optimizer] has no key 'lrr'")) == (1, 1), said

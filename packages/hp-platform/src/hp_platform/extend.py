@@ -16,7 +16,7 @@ from hp_platform.hang_reports import (
 )
 from hp_platform.hangs import find_hang
 from hp_platform.host import end_with_parent, watch_parent
-from hp_platform.launchers import Place, inside_launcher, launch_command, launcher_place
+from hp_platform.launchers import Place, inside_launcher, launch_command, launcher_place, speaks_for_ranks
 from hp_platform.nested import map_nested
 from hp_platform.observing import attribute_to, attributed_modules, observers
 from hp_platform.peers import FailedRankError
@@ -73,6 +73,7 @@ __all__ = [
     "read_flight",
     "record_flight",
     "send_signal",
+    "speaks_for_ranks",
     "share_bytes",
     "subtrees",
     "wanted_platform",

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Place", "half_launched", "inside_launcher", "launch_command", "launcher_place"]
+__all__ = ["Place", "half_launched", "inside_launcher", "launch_command", "launcher_place", "speaks_for_ranks"]
 
 _COMMANDS = {
     "torch": "torchrun --standalone --nproc-per-node {0}",
@@ -63,6 +63,17 @@ def inside_launcher() -> bool:
 def half_launched() -> bool:
     """Return True if some of what a launcher sets is there, but not all: the framework says what is missing."""
     return launcher_place() is None and not {"RANK", "WORLD_SIZE", "MS_ROLE"}.isdisjoint(os.environ)
+
+
+def speaks_for_ranks() -> bool:
+    """Return True if this process says what is wrong with all ranks, so that where they write together has it once.
+
+    It is the first rank of each machine under torchrun, rank 0 under srun, each under msrun, with a log a rank.
+    """
+    place = launcher_place()
+    if place is None or (place.meeting is None and "RANK" not in os.environ):
+        return True
+    return (place.local_rank if place.meeting is None else place.rank) == 0
 
 
 def launch_command(platform: str, ranks: int) -> str:

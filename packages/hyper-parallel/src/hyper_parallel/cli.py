@@ -114,7 +114,7 @@ def train(
     """Train the plan's model; starts the ranks, or joins them when torchrun or msrun has started this."""
     with user_errors():
         if resume != "no" and out is None:
-            raise OutputError("--resume needs the folder of the run: name it with --out")
+            raise SettingError("--resume needs the folder of the run: name it with --out")
         tables = _read(plan, assignments)
         _set_environment(tables, plan)
         _name_folder(tables, plan)
@@ -420,7 +420,7 @@ def _read(plan: Path, assignments: Sequence[str] | None) -> dict[str, Any]:
     except OSError as error:
         beside = sorted(path.name for path in plan.resolve().parent.glob("*.toml") if path.name != "pyproject.toml")
         hint = f"; {near_misses(plan.name, beside)}" if beside and isinstance(error, FileNotFoundError) else ""
-        raise OSError(f"the plan {plan} can't be read: {error.strerror}{hint}") from None
+        raise SettingError(f"the plan {plan} can't be read: {error.strerror}{hint}") from None
 
 
 _FOLDERS = (("model", "path"), ("adapter", "weights"), ("objective", "reference"), ("data", "tokenizer"))

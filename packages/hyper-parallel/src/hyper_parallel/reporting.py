@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +16,7 @@ import typer
 from hp_checkpoint import CheckpointError
 from hp_checkpoint.extend import steps_in
 from hp_plan import Diagnostic, PlanError
-from hp_platform.extend import SettingError, inside_launcher, launcher_place
+from hp_platform.extend import SettingError, inside_launcher, launcher_place, speaks_for_ranks
 from hyper_parallel.data import DataError
 from hyper_parallel.display import diagnostics_table, make_console
 from hyper_parallel.diverging import DivergedError
@@ -20,7 +24,8 @@ from hyper_parallel.launch import Interrupted, RankFailure
 from hyper_parallel.output import CHECKPOINTS, METRICS, OutputError
 from hyper_parallel.shortage import MemoryShortage
 
-_ADVISED = (CheckpointError, DataError, DivergedError, MemoryShortage, OutputError, SettingError)
+_ADVISED = (CheckpointError, DataError, DivergedError, MemoryShortage, OutputError)
+_PATIENCE = 10.0  # seconds, less than those in which a lost rank is waited for (`worker`)
 
 
 @contextmanager
@@ -28,8 +33,16 @@ def user_errors() -> Iterator[None]:
     """Report errors that a user can mend and exit with 1; any other error is a bug and propagates."""
     try:
         yield
-    except PlanError as error:
-        show_diagnostics(error.diagnostics)
+    except (PlanError, SettingError) as error:  # all ranks have it
+        _leave_to_speaker()
+        if isinstance(error, PlanError):
+            show_diagnostics(error.diagnostics)
+            _tell_torchrun(
+                f"the plan has errors, in the table above: {', '.join(each.key for each in error.diagnostics)}"
+            )
+        else:
+            say(str(error))
+            _tell_torchrun(str(error))
     except Interrupted as error:
         say(f"interrupted by {error}")
         raise typer.Exit(128 + error.number) from None
@@ -40,6 +53,21 @@ def user_errors() -> Iterator[None]:
     else:
         return
     raise typer.Exit(1)
+
+
+def _leave_to_speaker() -> None:
+    """Leave an error of all ranks to the one that speaks for them: its end makes the launcher end this one, too."""
+    if not speaks_for_ranks():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        time.sleep(_PATIENCE)  # then the error is this rank's alone
+
+
+def _tell_torchrun(text: str) -> None:
+    """Write an error where torchrun looks for it, so that its last lines have it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 @contextmanager
