@@ -1,6 +1,6 @@
 """Check the blocks of the site's pages, and run them as a reader would.
 
-    python docs/snippets.py                          Python parses, plans read, every block is of a known kind
+    python docs/snippets.py                          Python and YAML parse, plans read, every block is of a known kind
     python docs/snippets.py --run                    run all pages, from top to bottom, each in an empty folder
     python docs/snippets.py --run learn/memory.md    run one
 
@@ -98,6 +98,8 @@ def blocks(page: Path) -> list[Block]:
 
 def faults(page: Path) -> Iterator[str]:
     """Say what is wrong with a page's blocks, without running them."""
+    import yaml  # of mkdocs
+
     from hp_plan import ParallelPlan, PlanError
 
     for block in blocks(page):
@@ -106,7 +108,9 @@ def faults(page: Path) -> Iterator[str]:
                 ast.parse(block.text)
             elif block.title.endswith(".toml") or block.kind == "toml":
                 ParallelPlan.from_dict(tomllib.loads(block.text))
-        except (SyntaxError, tomllib.TOMLDecodeError, PlanError) as error:
+            elif block.title.endswith(".yaml"):
+                yaml.safe_load(block.text)
+        except (SyntaxError, tomllib.TOMLDecodeError, PlanError, yaml.YAMLError) as error:
             yield f"{block.place}: {error}"
 
 
