@@ -430,6 +430,13 @@ def sinks(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "packages/hyper-parallel/tests/test_sinks.py", *session.posargs)
 
 
+@nox.session(default=False)
+def ray(session: nox.Session) -> None:
+    """Runs examples/loops/ray_train.py on two workers of Ray Train, and compares it with two ranks of torchrun."""
+    install(session, *PACKAGES, extras="[torch,test]", others=("ray[train]",))
+    session.run("python", "-m", "pytest", "packages/hyper-parallel/tests/test_ray.py", *session.posargs)
+
+
 @nox.session
 def sweep(session: nox.Session) -> None:
     """Every operator of torch's own database on DTensors, ours and torch's; writes docs/operators.md."""
