@@ -141,8 +141,7 @@ def test_a_budget_for_sharded_models(parallel: str) -> None:
         compare(models[1], models[0], bits=True)
     assert SwapManager().host_bytes > 0
     too_little = fit_memory(copy.deepcopy(single), 1)
-    expected = "below the least" if rank == 0 else "rank 0 has no plan within a budget of 1 bytes"
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(ValueError, match="a budget of 1 B .* is below the least"):  # on all ranks alike
         too_little(batch())
 
 

@@ -104,10 +104,9 @@ def test_lint_as_json(command):
     ],
 )
 def test_a_variable_that_asks_for_what_there_is_not(command, monkeypatch, action, variable, expected):
+    devices = type(get_platform().devices)  # before there is none
     monkeypatch.setenv(*variable.split("="))
-    monkeypatch.setattr(
-        type(get_platform().devices), "_kind", property(lambda self: choose_kind(self.present, "torch 2"))
-    )
+    monkeypatch.setattr(devices, "_kind", property(lambda self: choose_kind(self.present, "torch 2")))
     out, err, status = command(action)
     assert (out, status, err.count("\n")) == ("", 1, 1)
     assert err.startswith(expected)
@@ -117,7 +116,7 @@ def test_lint_runs_no_code_of_the_plan_unless_told_to(command, tmp_path):
     (tmp_path / "dangerous.py").write_text("print('the code ran')\ndef model():\n    raise ValueError('called')\n")
     plan = '[model]\nfunction = "dangerous:model"\n'
     out, err, status = command("lint", plan=plan)
-    assert (out, status) == ("plan.toml: nothing wrong was found\n", 0)
+    assert (out, status) == ("plan.toml: nothing wrong was found; its model was not read\n", 0)
     assert err == (
         "note: [model] function is code and was not run, so nothing was checked against the model; if you trust the "
         "plan, --run-model-code imports and calls it\n"
