@@ -1,4 +1,4 @@
-"""Draw the pictures of the site's pages, docs/pictures/*.svg, from what the pages' own commands and programs do.
+"""Draw the pictures of the site's pages, docs/pictures/, from what the pages' own commands and programs do.
 
     python docs/pictures.py                all of them, some five minutes
     python docs/pictures.py memory lint    some
@@ -13,6 +13,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -150,6 +151,21 @@ def data_show() -> None:
 def doctor() -> None:
     """Show doctor's table of the machine that draws."""
     screen("doctor", "how-to/launch.md", "hyper-parallel doctor")
+
+
+def report() -> None:
+    """Show the page of a run in a browser, at the width of a desk."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        raise FileNotFoundError("the picture of a page takes Chromium, which is not on the PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        save_files("how-to/watch.md", Path(folder))
+        text = "python -c 'print(\"def add(one, other):\\n    return one + other\\n\" * 60)' > valid.txt"
+        run(f"{text}; hyper-parallel train plan.toml --out run; hyper-parallel report run", Path(folder))
+        options = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,1150")
+        shot = f"--screenshot={OUT / 'report.png'}"
+        page = (Path(folder) / "run" / "report.html").as_uri()
+        subprocess.run([browser, *options, f"--user-data-dir={folder}/browser", shot, page], check=True)
 
 
 def fully_sharded() -> None:
@@ -330,6 +346,7 @@ PICTURES: dict[str, Callable[[], None]] = {
     "verify": verify,
     "data-show": data_show,
     "doctor": doctor,
+    "report": report,
     "fully-sharded": fully_sharded,
     "pipeline": pipeline,
     "memory": memory,
