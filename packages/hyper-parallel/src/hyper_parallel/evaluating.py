@@ -66,6 +66,8 @@ def check_checkpoint(folder: Path) -> Path:
 def evaluate(plan: ParallelPlan, checkpoint: Path | None, *, batches: int | None = None) -> Evaluation:
     """Evaluate the plan's model on its data. Every rank calls it.
 
+    Text becomes tokens in a temporary folder of rank 0's machine: ranks of other machines take token files.
+
     Args:
         plan: whose data is taken in its order, each sample once.
         checkpoint: its folder, of any mesh; None takes the weights that the plan begins with.
