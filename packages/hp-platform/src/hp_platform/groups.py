@@ -38,6 +38,7 @@ class _Registry:
         options: those that each was created with; a group that the framework created is added when first requested.
         created: how often a group of these ranks was created; part of the new group's name.
         numbers: of each group that was created here, among those of its ranks; the default group's is 0.
+        broken: this process has broken its connections to the other ranks.
     """
 
     def __init__(self) -> None:
@@ -46,17 +47,17 @@ class _Registry:
         self.options: dict[tuple[int, ...], Any] = {}
         self.created: Counter[tuple[int, ...]] = Counter()
         self.numbers: dict[Group, int] = {}
+        self.broken = False
 
     def clear(self) -> None:
         """Forget all groups; the default one is gone."""
-        self.world = None
+        self.world, self.broken = None, False
         for entries in (self.by_ranks, self.options, self.created, self.numbers):
             entries.clear()
         port().groups.leave()
 
 
 _registry = _Registry()
-_broken: list[str] = []  # what has ended this process's connections to the other ranks
 
 
 def init_process_group(
@@ -159,7 +160,6 @@ def destroy_process_group(group: Group | None = None) -> None:
     if group is None or group == own.world():
         _registry.clear()
         own.destroy(None)
-        _broken.clear()
         groups_ended()
         return
     for key in [key for key, member in _registry.by_ranks.items() if member == group]:
@@ -181,7 +181,7 @@ def disconnect() -> None:
     A backend tells of a rank that has ended to those who wait for that rank alone. One of them that goes on without
     another collective would hold up those who wait for it in turn.
     """
-    _broken.append("disconnect")
+    _registry.broken = True
     port().groups.disconnect()
 
 
@@ -195,13 +195,13 @@ def give_up(text: str) -> None:
         text: what the others raise.
     """
     if can_disconnect():
-        _broken.append("give_up")
+        _registry.broken = True
         port().groups.give_up(text)
 
 
 def is_broken() -> bool:
     """Return True in a process that has called `disconnect` or `give_up`: its groups communicate no more."""
-    return bool(_broken)
+    return _registry.broken
 
 
 def default_group() -> Group:
