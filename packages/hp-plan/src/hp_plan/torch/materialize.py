@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,14 @@ def build_parallel_model(plan: ParallelPlan, mesh: DeviceMesh | None = None) -> 
     return finish(apply(model, plan, mesh), plan)
 
 
-def build_objective(plan: ParallelPlan) -> Objective | None:
-    """Build the plan's objective, with the model that it compares with under the plan; None for the model's own loss.
+def build_objective(
+    plan: ParallelPlan, build: Callable[[ParallelPlan], Any] = build_parallel_model
+) -> Objective | None:
+    """Build the plan's objective, with the model that it compares with; None for the model's own loss.
 
     Args:
         plan: the plan.
+        build: builds that model, by default under the plan.
 
     Raises:
         PlanError: as `build_parallel_model`, of the second model.
@@ -90,7 +93,7 @@ def build_objective(plan: ParallelPlan) -> Objective | None:
     if not plan.objective.is_own:
         return None
     other = reference_plan(plan)
-    return Objective(plan, None if other is None else build_parallel_model(other))
+    return Objective(plan, None if other is None else build(other))
 
 
 def begin(plan: ParallelPlan) -> nn.Module:

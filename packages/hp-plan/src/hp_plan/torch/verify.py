@@ -13,7 +13,6 @@ from torch import nn
 from hp_plan.application import apply
 from hp_plan.memory import BYTES, memory_left, training_bytes
 from hp_plan.micro_batches import IGNORED
-from hp_plan.objectives import reference_plan
 from hp_plan.plan import ParallelPlan, context_tokens, data_parallel_rows
 from hp_plan.port import models
 from hp_plan.sections import CompileSection, MemorySection
@@ -55,7 +54,8 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
     with Float64() as mode:
         device = get_platform().devices.current_device()
         single, parallel = build_model(plan).to(device), apply(build_model(plan).to(device), plan)
-        runs = [_Run(plan, single, _alone(plan, device)), _Run(plan, parallel, build_objective(plan))]
+        alone = build_objective(plan, lambda other: build_model(other).to(device))
+        runs = [_Run(plan, single, alone), _Run(plan, parallel, build_objective(plan))]
         compared = Compared(plan, single, parallel)
         rows, places = _rows(plan), context_tokens(plan)
         vocabulary = getattr(getattr(single, "config", None), "vocab_size", 256)
@@ -193,14 +193,6 @@ def _rows(plan: ParallelPlan) -> slice:
     """Return this rank's rows of a batch, of which a sample has several where it is a pair."""
     samples, width = data_parallel_rows(plan), plan.data.width
     return slice(samples.start * width, samples.stop * width)
-
-
-def _alone(plan: ParallelPlan, device: torch.device) -> Objective | None:
-    """Return the plan's objective in one process."""
-    if not plan.objective.is_own:
-        return None
-    other = reference_plan(plan)
-    return Objective(plan, None if other is None else build_model(other).to(device))
 
 
 def _leaves_out(plan: ParallelPlan, model: nn.Module) -> bool:
