@@ -83,7 +83,7 @@ def check_mesh(plan: ParallelPlan, world_size: int | None = None) -> list[Diagno
             diagnostics.append(Diagnostic(f"mesh.{axis}", message, fix))
     diagnostics += check_expert_axis(plan)
     if world_size is not None and plan.mesh.world_size != world_size:
-        product = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())
+        product = plan.mesh.described
         message = f"the mesh {product} has {plan.mesh.world_size} ranks, but there are {world_size}"
         count = plan.mesh.world_size
         command = launch_command(get_platform().name, count) if inside_launcher() else f"--nproc {count}"
@@ -98,7 +98,7 @@ def check_fsdp(plan: ParallelPlan) -> list[Diagnostic]:
     options = [item.name for item in fields(plan.fsdp) if getattr(plan.fsdp, item.name) != item.default]
     axes = plan.mesh.axes
     if options and not plan.mesh.shard_axes:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+        mesh = plan.mesh.described
         message = f"{', '.join(options)} would have no effect: the mesh {mesh} shards over no dp_shard or cp axis"
         fix = "leave [fsdp] out, or make mesh.dp_shard at least 2 (run.dtype is the dtype of the weights without it)"
         diagnostics.append(Diagnostic("fsdp", message, fix))

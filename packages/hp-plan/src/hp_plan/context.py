@@ -33,7 +33,7 @@ def check_context(plan: ParallelPlan) -> list[Diagnostic]:
     section, cp = plan.context, plan.mesh.cp
     if cp == 1:
         options = [item.name for item in fields(section) if getattr(section, item.name) != item.default]
-        mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())
+        mesh = plan.mesh.described
         message = f"{', '.join(options)} would have no effect: the mesh {mesh} has no cp axis"
         fix = "leave [context] out, or make mesh.cp at least 2"
         return [Diagnostic("context", message, fix)] if options else []

@@ -243,7 +243,7 @@ def check_pipeline(plan: ParallelPlan) -> list[Diagnostic]:
     section, pp = plan.pipeline, plan.mesh.pp
     if pp == 1:
         options = [item.name for item in fields(section) if getattr(section, item.name) != item.default]
-        mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())
+        mesh = plan.mesh.described
         message = f"{', '.join(options)} would have no effect: the mesh {mesh} has no pp axis"
         fix = "leave [pipeline] out, or make mesh.pp at least 2"
         return [Diagnostic("pipeline", message, fix)] if options else []

@@ -103,7 +103,7 @@ def propose(tables: Mapping[str, Any], ranks: int, *, memory: int | None = None)
             least = estimate.total, plan
     if least is None:
         raise PlanError(refusals)
-    mesh = " x ".join(f"{axis} {number}" for axis, number in least[1].mesh.axes.items())
+    mesh = least[1].mesh.described
     message = f"{ranks} ranks of {size(memory or 0)} can't train the model: {mesh} needs least, {size(least[0])} a rank"
     raise PlanError([Diagnostic("mesh", message, "give more ranks or memory, or make data.sequence_length smaller")])
 

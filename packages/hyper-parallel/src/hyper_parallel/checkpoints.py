@@ -12,7 +12,7 @@ import typer
 
 from hp_checkpoint import InvalidCheckpointError, Keep
 from hp_checkpoint.extend import diff, faults, metrics_in, prune, steps_in, summary, to_dcp, to_hugging_face
-from hyper_parallel.output import CHECKPOINTS
+from hyper_parallel.output import CHECKPOINTS, newest_checkpoint
 from hyper_parallel.port import merging
 
 __all__ = ["app"]
@@ -31,7 +31,7 @@ app = typer.Typer(help="Look at checkpoints on disk, compare, convert and remove
 def inspect(folder: Folder, json_lines: Json = False) -> None:
     """Show the step, tensors and files of a checkpoint."""
     with _errors():
-        folder = _newest(folder)
+        folder = newest_checkpoint(folder)
         content: dict[str, Any] = summary(folder)
     if json_lines:
         typer.echo(json.dumps(content))
@@ -52,7 +52,7 @@ def inspect(folder: Folder, json_lines: Json = False) -> None:
 def verify(folder: Folder) -> None:
     """Compare all files of a checkpoint with their checksums; exit 1 where one differs."""
     with _errors():
-        folder = _newest(folder)
+        folder = newest_checkpoint(folder)
         wrong = faults(folder)
     for text in wrong:
         typer.echo(text)
@@ -70,7 +70,7 @@ def compare(
 ) -> None:
     """List the tensors and values that differ; exit 1 where some do."""
     with _errors():
-        differences = diff(_newest(one), _newest(other), tolerance=tolerance)
+        differences = diff(newest_checkpoint(one), newest_checkpoint(other), tolerance=tolerance)
     for each in differences:
         typer.echo(json.dumps({"name": each.name, "text": each.text}) if json_lines else f"{each.name}: {each.text}")
     if differences:
@@ -97,7 +97,7 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format, verified; one of torch.distributed.checkpoint as a Hugging Face folder."""
     with _errors():
-        folder = _newest(folder)
+        folder = newest_checkpoint(folder)
         if to == "hf":
             files = to_hugging_face(folder, target, dtype=dtype)
         elif to == "dcp":
@@ -121,7 +121,7 @@ def merge(
 ) -> None:
     """Write one model of a checkpoint's adapter and the model that it was trained on."""
     with _errors():
-        folder = _newest(folder)
+        folder = newest_checkpoint(folder)
         config = folder / ADAPTER_CONFIG
         if not config.is_file():
             raise ValueError(f"{folder} has no {ADAPTER_CONFIG}: it is not of a plan with [adapter]")
@@ -167,13 +167,6 @@ def remove(
             raise ValueError(f"--best {best}: no checkpoint in {place} was saved with a metric")
         removed = prune(place, keep)
     typer.echo(f"removed {_listed(removed)}; {place} has {_listed(steps_in(place))}")
-
-
-def _newest(folder: Path) -> Path:
-    """Return a checkpoint's folder: the newest one's of a run, else the one that is given."""
-    place = folder if steps_in(folder) else folder / CHECKPOINTS
-    steps = steps_in(place)
-    return place / f"step-{steps[-1]:08d}" if steps else folder
 
 
 def _listed(steps: list[int]) -> str:

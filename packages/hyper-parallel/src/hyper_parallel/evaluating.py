@@ -16,7 +16,7 @@ from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan
 from hp_plan.extend import data_parallel_rows, vocabulary
 from hyper_parallel.data import IGNORED, Rows, Samples, describe_cuts, open_data, open_samples
-from hyper_parallel.output import CHECKPOINTS, OutputError
+from hyper_parallel.output import OutputError, newest_checkpoint
 from hyper_parallel.port import Trainer, training
 from hyper_parallel.tokenized import with_tokens
 from hyper_parallel.validation import mean_values
@@ -55,8 +55,7 @@ def check_checkpoint(folder: Path) -> Path:
     Raises:
         OutputError: it is none.
     """
-    with Checkpointer(folder) as own, Checkpointer(folder / CHECKPOINTS) as inner:
-        newest = next((each.path(each.steps()[-1]) for each in (own, inner) if each.steps()), folder)
+    newest = newest_checkpoint(folder)
     if not newest.name.startswith("step-") or not (newest / "manifest.json").is_file():
         fix = "name a run's folder, or one of its checkpoints; a model of transformers is evaluated by --set model.path"
         raise OutputError(f"{folder} is no checkpoint of a run: {fix}")

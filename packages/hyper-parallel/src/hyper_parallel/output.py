@@ -61,6 +61,13 @@ def prepare_folder(out: str | os.PathLike[str] | None, *, name: str, resume: boo
     return folder
 
 
+def newest_checkpoint(folder: Path) -> Path:
+    """Return the newest checkpoint of a run's folder, or of one of checkpoints; else the folder that is given."""
+    place = folder if steps_in(folder) else folder / CHECKPOINTS
+    steps = steps_in(place)
+    return place / f"step-{steps[-1]:08d}" if steps else folder
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file anew, such that whoever reads it finds the old text or the new one."""
     part = path.with_name(f".{path.name}")
@@ -177,6 +184,11 @@ class Summary:
         return self.tokens / self.seconds
 
 
+def steps_at_end(steps: int) -> int:
+    """Return of how many steps the loss at the end is the mean: a tenth of them, at least one and at most ten."""
+    return min(10, max(1, steps // 10))
+
+
 class Curve:
     """Losses of a run, in sixteen bytes a step.
 
@@ -211,7 +223,7 @@ class Curve:
     @property
     def averaged(self) -> int:
         """How many steps `last_loss` is the mean of."""
-        return min(10, max(1, len(self) // 10))
+        return steps_at_end(len(self))
 
 
 def as_json(value: Step | Summary) -> str:

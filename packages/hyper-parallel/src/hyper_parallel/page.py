@@ -15,7 +15,7 @@ from hp_checkpoint.extend import steps_in, summary
 from hp_plan import ParallelPlan
 from hp_plan.extend import settings
 from hyper_parallel.display import scaled
-from hyper_parallel.output import CHECKPOINTS, METRICS, RECORD, TEXTS, OutputError, make_figure
+from hyper_parallel.output import CHECKPOINTS, METRICS, RECORD, TEXTS, OutputError, make_figure, steps_at_end
 
 __all__ = ["report_page"]
 
@@ -69,7 +69,7 @@ def report_page(folder: Path) -> str:
     start = record["starts"][-1]
     plan = ParallelPlan.from_dict(start["plan"])
     name = str(plan.model.path or plan.model.config or plan.model.function)
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())
+    mesh = plan.mesh.described
     done = steps[-1]["step"] if steps else 0
     state = "finished" if done >= plan.run.steps else f"{done:,} of {plan.run.steps:,} steps"
     parts = [
@@ -137,7 +137,7 @@ def _numbers(plan: ParallelPlan, steps: Sequence[Mapping[str, Any]]) -> str:
         return ""
     seconds = math.fsum(step["seconds"] for step in steps)
     tokens = len(steps) * plan.data.batch_size * plan.data.width * plan.data.sequence_length
-    last = [step["loss"] for step in steps[-max(1, min(10, len(steps) // 10)) :] if step["loss"] is not None]
+    last = [step["loss"] for step in steps[-steps_at_end(len(steps)) :] if step["loss"] is not None]
     validated = [step for step in steps if step.get("validation_loss") is not None]
     shown = {
         "steps": f"{len(steps):,}",
@@ -251,11 +251,9 @@ def _checkpoints(folder: Path) -> str:
 def _starts(starts: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for each in starts:
-        mesh = ParallelPlan.from_dict(each["plan"]).mesh.axes
-        git = each.get("git")
+        mesh, git = ParallelPlan.from_dict(each["plan"]).mesh.described, each.get("git")
         commit = "" if git is None else git["commit"][:10] + (" and changes" if git["changed"] else "")
-        shown = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-        rows.append((each["time"], f"after step {each['step']:,}", shown, commit))
+        rows.append((each["time"], f"after step {each['step']:,}", mesh, commit))
     return _table(("when", "from", "mesh", "commit"), rows)
 
 

@@ -58,7 +58,7 @@ def check_request(request: Request, plan: ParallelPlan) -> list[Diagnostic]:
         message = "got 'mindspore', but srun starts ranks of PyTorch only"
         found.append(Diagnostic("run.platform", message, "start MindSpore's ranks by msrun on each node"))
     if request.ranks_per_node(plan) * request.nodes != ranks:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())
+        mesh = plan.mesh.described
         each = f" of {request.gpus_per_node} GPUs" if request.gpus_per_node else ""
         message = f"the mesh {mesh} has {ranks} ranks, which {request.nodes} nodes{each} can't start, one a GPU"
         fitting = ", ".join(f"{count} x {ranks // count}" for count in _divisors(ranks))

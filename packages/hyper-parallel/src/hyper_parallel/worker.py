@@ -156,7 +156,7 @@ def train(
         tokens = sum(content.tokens for content in run.contents)
         trainer = run.trainer
         trained = "" if trainer.trained == trainer.size else f", of which {trainer.trained:,} are trained,"
-        title = f"{name} of {trainer.size:,} parameters{trained} on {_mesh(plan)}, {tokens:,} tokens{run.cut}"
+        title = f"{name} of {trainer.size:,} parameters{trained} on {plan.mesh.described}, {tokens:,} tokens{run.cut}"
         title += f", going on from step {run.step}" if run.step else ""
         if record is not None:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
@@ -186,7 +186,7 @@ def train(
     checkpoint = run.checkpoints.path(run.step)
     sample = None
     with attempt("loss.png", run.missed):
-        draw_loss(curve, run.folder / "loss.png", title=f"{name} on {_mesh(plan)}")
+        draw_loss(curve, run.folder / "loss.png", title=f"{name} on {plan.mesh.described}")
     if run.finished and not has_tokens(plan.data):
         with attempt("a text of the model", run.missed):
             sample = training().write_sample(plan, checkpoint)
@@ -213,7 +213,3 @@ def train(
 def _closed(sink: Sink, missed: list[str]) -> None:
     with attempt(f"the last metrics of {type(sink).__name__}", missed):
         sink.close()
-
-
-def _mesh(plan: ParallelPlan) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in plan.mesh.axes.items())

@@ -46,6 +46,11 @@ class MeshSection:
         return {name: axes[name] for name in AXES if name in axes}
 
     @property
+    def described(self) -> str:
+        """The axes and their sizes for people, as `dp_shard 2 x tp 4`."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
+
+    @property
     def shard_axes(self) -> tuple[str, ...]:
         """Axes over which parameters are sharded: those whose ranks have the same weights and other tokens."""
         return tuple(name for name in ("dp_shard", "cp") if name in self.axes)
