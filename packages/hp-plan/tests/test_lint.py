@@ -3,8 +3,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+from torch import nn
 
 from hp_plan import Diagnostic, ParallelPlan, lint
+from hp_plan.extend import examine, style_notes
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 
@@ -311,8 +313,56 @@ def test_a_model_without_a_table_needs_styles():
     }
     assert texts(tables) == [
         "styles: there is no tensor parallel table for Linear (model_type None), and none can be "
-        "derived from its structure; write [styles] with one pattern = style per line"
+        "derived from its structure; write [styles] with one pattern = style per line, or give the model such a table "
+        "as `tp_plan`"
     ]
+
+
+class Declared(nn.Module):
+    """A model of one's own that says how it can be spread."""
+
+    def __init__(self, table) -> None:
+        super().__init__()
+        self.tp_plan = table
+        self.tokens, self.last = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.last
+
+    def forward(self, input_ids, labels=None):
+        hidden = self.tokens(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"logits": self.last(hidden)}
+
+
+def test_a_model_declares_its_styles_and_ends():
+    plan = ParallelPlan.from_dict({"model": {"function": "m:f"}, "mesh": {"tp": 2}})
+    report = examine(plan, [], model=Declared({"blocks.*": "colwise"}))
+    assert report.diagnostics == ()
+    assert style_notes(plan, report.model) == [
+        "styles = 'auto' come from the model and structure: "
+        "blocks.* = colwise, tokens = embedding_rowwise, last = colwise_gather_output"
+    ]
+
+
+@pytest.mark.parametrize(
+    "table, problem",
+    [
+        ({"block.*": "colwise"}, "Declared.tp_plan: 'block.*' matches no module; did you mean 'blocks.*'"),
+        ({"blocks.*": "columns"}, "there is no style 'columns'"),
+        (["blocks.*"], "Declared.tp_plan is not a table of pattern = style, but ['blocks.*']"),
+        ({"blocks.*": 1}, "Declared.tp_plan is not a table of pattern = style, but {'blocks.*': 1}"),
+    ],
+)
+def test_a_wrong_declaration_is_refused(table, problem):
+    plan = ParallelPlan.from_dict({"model": {"function": "m:f"}, "mesh": {"tp": 2}})
+    (diagnostic,) = lint(plan, model=Declared(table))
+    assert problem in str(diagnostic)
 
 
 @pytest.mark.parametrize("config", ["Gemma2Config", "StableLmConfig", "MixtralConfig"])

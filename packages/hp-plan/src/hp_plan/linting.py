@@ -118,7 +118,10 @@ def examine(
         except PlanError as error:
             return Report(plan, (*diagnostics, *error.diagnostics))
         diagnostics += builder.check_fit(plan, model)
-    outline = models().outline(model)
+    try:
+        outline = models().outline(model)
+    except PlanError as error:  # what the model declares of itself is wrong
+        return Report(plan, (*diagnostics, *error.diagnostics))
     diagnostics += [*check_model(plan, outline), *check_budget(plan, outline), *check_split(plan, model)]
     return Report(plan, tuple(diagnostics), outline)
 

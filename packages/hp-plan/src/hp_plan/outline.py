@@ -7,9 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hp_dtensor.extend import matches
-from hp_plan.diagnostics import Diagnostic, near_misses
+from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
 
-__all__ = ["ExpertsOutline", "ModelOutline", "ModuleOutline", "generalise", "matches", "matching"]
+__all__ = [
+    "ExpertsOutline",
+    "ModelOutline",
+    "ModuleOutline",
+    "declared_table",
+    "generalise",
+    "matches",
+    "matching",
+    "named_by",
+]
 
 
 @dataclass(frozen=True)
@@ -85,10 +94,10 @@ class ModelOutline:
         tied: names of parameters that are one tensor, each group in the order of the model.
         base: name of the base model inside the model (`model`), empty where it is the model.
         config: the model's configuration, None where it has none.
-        own_table: the tensor parallel styles that the model itself declares, parts' own among them.
+        own_table: the tensor parallel styles that the model itself declares, parts' own among them: `declared_table`.
         own_expert_table: the expert parallel styles that it declares.
-        embedding: name of the token embedding, empty where the model names none.
-        head: name of the layer that predicts tokens, empty where the model names none.
+        embedding: name of the token embedding, which `get_input_embeddings()` returns; empty without that method.
+        head: name of the layer that predicts tokens, which `get_output_embeddings()` returns; empty without it.
         balances: it can add a load balancing loss that `hp_moe.global_auxiliary_loss` knows.
         counts_tokens: its loss is a function that can be given shifted labels and the number of tokens, as those of
             transformers' causal language models.
@@ -123,6 +132,51 @@ def positions(config: Any) -> int | None:
     """Return how many tokens of a sequence a model of a configuration knows the places of; None if it does not say."""
     limit = getattr(config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
+
+
+def declared_table(model: Any, key: str, names: Iterable[str]) -> Mapping[str, str]:
+    """Return the styles that a model declares as an attribute, such as `tp_plan`, from pattern to style.
+
+    What a model of transformers has under `_tp_plan` serves several models of a family: what matches no name is left
+    out.
+
+    Args:
+        model: the model.
+        key: `tp_plan` or `ep_plan`.
+        names: of its modules and parameters.
+
+    Raises:
+        PlanError: the attribute is not a table, or one of its patterns matches no name.
+    """
+    names = list(names)
+    if hasattr(model, f"_{key}"):
+        return {each: style for each, style in (getattr(model, f"_{key}") or {}).items() if matching(each, names)}
+    own = getattr(model, key, None) or {}
+    if not isinstance(own, Mapping) or not all(isinstance(text, str) for pair in own.items() for text in pair):
+        message = f"{type(model).__name__}.{key} is not a table of pattern = style, but {own!r}"
+        raise PlanError([Diagnostic("styles", message, "give it names of modules, such as 'blocks.*.query', as keys")])
+    wrong = [pattern for pattern in own if not matching(pattern, names)]
+    if wrong:
+        raise PlanError([matches_nothing(f"{type(model).__name__}.{key}", pattern, names) for pattern in wrong])
+    return own
+
+
+def named_by(model: Any, method: str, modules: Iterable[tuple[str, Any]]) -> str:
+    """Return the name of the module that a method of the model returns, such as `get_input_embeddings`.
+
+    Args:
+        model: the model.
+        method: its name.
+        modules: of the model, by name.
+
+    Returns:
+        The name; empty where the model has no such method.
+    """
+    try:
+        target = getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return ""
+    return next((name for name, module in modules if module is target), "")
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:

@@ -163,7 +163,8 @@ def _automatic_table(plan: ParallelPlan, model: ModelOutline) -> tuple[dict[str,
     if not any(style != "plain" for style in (*own.values(), *more.values())):
         name = f"{model.type_name} (model_type {getattr(model.config, 'model_type', None)!r})"
         message = f"there is no tensor parallel table for {name}, and none can be derived from its structure"
-        raise PlanError([Diagnostic("styles", message, "write [styles] with one pattern = style per line")])
+        fix = "write [styles] with one pattern = style per line, or give the model such a table as `tp_plan`"
+        raise PlanError([Diagnostic("styles", message, fix)])
     table = _with_tied_embedding({**own, **more}, model)
     if plan.styles == "auto-sequence":
         table = with_sequence(table, base=model.base) if family in SEQUENCE_FAMILIES else scattered(table, model)

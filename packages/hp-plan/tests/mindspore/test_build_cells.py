@@ -8,10 +8,11 @@ from pathlib import Path
 import mindspore
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, mint, nn
 from safetensors.numpy import save_file
 
 from hp_plan import ParallelPlan, PlanError, build_model, build_optimizer, build_schedule, lint, verify
+from hp_plan.extend import examine, style_notes
 from hp_plan.mindspore.build import build_empty
 from hp_plan.mindspore.models import named_parameters, outline
 from hp_plan.sections import schedule_factor
@@ -275,3 +276,31 @@ def test_verify_names_what_to_use():
 def test_states_that_mindspore_does_not_have(section, text):
     with pytest.raises(PlanError, match=text):
         build_optimizer(ParallelPlan.from_dict({"optimizer": section}), [Parameter(Tensor(np.ones(3)), name="w")])
+
+
+class Declared(nn.Cell):
+    """A model of one's own that says how it can be spread."""
+
+    def __init__(self, table) -> None:
+        super().__init__()
+        self.tp_plan = table
+        self.tokens, self.last = mint.nn.Embedding(16, 8), mint.nn.Linear(8, 16)
+        self.blocks = nn.CellList([mint.nn.Linear(8, 8) for _ in range(2)])
+
+    def get_input_embeddings(self):
+        return self.tokens
+
+    def get_output_embeddings(self):
+        return self.last
+
+
+def test_a_model_declares_its_styles_and_ends():
+    plan = ParallelPlan.from_dict({"model": {"function": "m:f"}, "mesh": {"tp": 2}})
+    report = examine(plan, [], model=Declared({"blocks.*": "colwise"}))
+    assert report.diagnostics == ()
+    assert style_notes(plan, report.model) == [
+        "styles = 'auto' come from the model and structure: "
+        "blocks.* = colwise, tokens = embedding_rowwise, last = colwise_gather_output"
+    ]
+    (wrong,) = lint(plan, model=Declared({"block.*": "colwise"}))
+    assert "Declared.tp_plan: 'block.*' matches no module" in str(wrong)

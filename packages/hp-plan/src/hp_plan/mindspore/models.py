@@ -11,7 +11,7 @@ from mindspore import Tensor, nn
 from hp_dtensor import DeviceMesh, implicit_replication
 from hp_dtensor.mindspore.extend import replicate_parameters
 from hp_fsdp.extend import watch_optimizers
-from hp_plan.outline import ModelOutline, ModuleOutline
+from hp_plan.outline import ModelOutline, ModuleOutline, declared_table, named_by
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import Compare
 from hp_styles.mindspore.extend import kind as parallel_kind
@@ -55,14 +55,18 @@ def outline(model: nn.Cell) -> ModelOutline:
         places.setdefault(id(parameter), []).append(name)
     prefix = getattr(model, "base_model_prefix", "")
     parameters = {id(parameter): parameter for _, parameter in named_parameters(model)}.values()
+    modules = dict(named_modules(model))
     return ModelOutline(
-        modules={name: _outline(module) for name, module in named_modules(model)},
+        modules={name: _outline(module) for name, module in modules.items()},
         parameters=tuple(names[0] for names in places.values()),
         elements=sum(parameter.size for parameter in parameters),
         trained=sum(parameter.size for parameter in parameters if parameter.requires_grad),
         tied=tuple(tuple(names) for names in places.values() if len(names) > 1),
         base=prefix if prefix and isinstance(getattr(model, prefix, None), nn.Cell) else "",
         config=getattr(model, "config", None),
+        own_table=declared_table(model, "tp_plan", [*modules, *(name for names in places.values() for name in names)]),
+        embedding=named_by(model, "get_input_embeddings", modules.items()),
+        head=named_by(model, "get_output_embeddings", modules.items()),
     )
 
 

@@ -15,7 +15,7 @@ from hp_dtensor.torch.extend import become
 from hp_fsdp.extend import Roster
 from hp_moe import GroupedExperts, global_auxiliary_loss
 from hp_plan.context import caps_logits
-from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline
+from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline, declared_table, named_by
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import Compare
 from hp_plan.torch import context
@@ -59,18 +59,20 @@ def outline(model: nn.Module) -> ModelOutline:
     """Read the names, kinds and shapes of the model; for a ``PeftModel``, of the model that it wraps."""
     model = base(model)
     prefix = getattr(model, "base_model_prefix", "")
+    modules = dict(model.named_modules())
+    names = [*modules, *(name for name, _ in model.named_parameters())]
     return ModelOutline(
-        modules={name: _outline(styles_modules.base_layer(module)) for name, module in model.named_modules()},
+        modules={name: _outline(styles_modules.base_layer(module)) for name, module in modules.items()},
         parameters=tuple(name for name, _ in model.named_parameters()),
         elements=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         tied=_tied_names(model),
         base=prefix if prefix and isinstance(getattr(model, prefix, None), nn.Module) else "",
         config=getattr(model, "config", None),
-        own_table=getattr(model, "_tp_plan", None) or {},
-        own_expert_table=getattr(model, "_ep_plan", None) or {},
-        embedding=_asked(model, "get_input_embeddings"),
-        head=_asked(model, "get_output_embeddings"),
+        own_table=declared_table(model, "tp_plan", names),
+        own_expert_table=declared_table(model, "ep_plan", names),
+        embedding=named_by(model, "get_input_embeddings", modules.items()),
+        head=named_by(model, "get_output_embeddings", modules.items()),
         counts_tokens=context.counts_tokens(model),
         balances=all(isinstance(getattr(model, name, None), (int, float)) for name in _BALANCE),
     )
@@ -121,15 +123,6 @@ def _experts(module: nn.Module) -> ExpertsOutline | None:
         getattr(module, "has_gate", True),
         normed,
     )
-
-
-def _asked(model: nn.Module, method: str) -> str:
-    """Return the name of the module that a method of a transformers model returns; empty if there is none."""
-    try:
-        target = getattr(model, method)()
-    except (AttributeError, NotImplementedError):
-        return ""
-    return next((name for name, module in model.named_modules() if module is target), "")
 
 
 def _tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
