@@ -2,74 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
+from terminal import PROMPT, in_terminal
 
 pytestmark = [
     pytest.mark.framework("torch"),
     pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it"),
 ]
-PROMPT = "(Pdb) "
-
-
-class Terminal:
-    """The other end of a program's terminal."""
-
-    def __init__(self, number: int) -> None:
-        self._number, self.shown = number, ""
-
-    def until(self, text: str) -> str:
-        """Read until a text has appeared; get what came with it."""
-        while text not in self.shown:
-            self._read()
-        found, _, self.shown = self.shown.partition(text)
-        return found
-
-    def say(self, line: str) -> str:
-        """Give a command, and wait for the next prompt."""
-        self.give(line)
-        return self.until(PROMPT)
-
-    def give(self, line: str) -> None:
-        os.write(self._number, line.encode() + b"\n")
-
-    def rest(self) -> str:
-        try:
-            while True:
-                self._read()
-        except OSError:  # the program has ended
-            return self.shown
-
-    def _read(self) -> None:
-        self.shown += os.read(self._number, 4096).decode(errors="replace").replace("\r", "")
-
-
-@contextmanager
-def in_terminal(*command: str, folder: Path) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
-    """Run a program in a terminal of its own."""
-    mine, its = pty.openpty()
-    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= {"HYPER_PARALLEL_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": ""}
-    with subprocess.Popen(
-        [sys.executable, *command], cwd=folder, env=environment, stdin=its, stdout=its, stderr=its
-    ) as process:
-        os.close(its)
-        try:
-            yield Terminal(mine), process
-        finally:
-            if process.poll() is None:
-                process.terminate()
-            os.close(mine)
-
 
 SCRIPT = """
 import torch

@@ -27,7 +27,7 @@ from hyper_parallel.debugging import debugged
 from hyper_parallel.display import Reporter, make_reporter
 from hyper_parallel.ends import leave_together, tell_end
 from hyper_parallel.evaluating import Evaluation, evaluate
-from hyper_parallel.events import EventWriter
+from hyper_parallel.events import EventWriter, hand_over_output
 from hyper_parallel.launch import Job, Resume
 from hyper_parallel.notes import note
 from hyper_parallel.output import FILES, METRICS, TEXTS, Curve, OutputError, Step, Summary, attempt, draw_loss
@@ -89,6 +89,8 @@ def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
     signal.signal(signal.SIGINT, signal.SIG_IGN if forked else lambda *_: os._exit(130))
     if forked:
         end_with_parent()
+        if job.events is not None:
+            hand_over_output(job.events.parent)
     else:  # Whoever started this may have done so from a thread that ends.
         watch_parent()
     process, place = rank_process(), launcher_place()

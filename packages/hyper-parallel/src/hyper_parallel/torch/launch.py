@@ -15,6 +15,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from hp_plan import ParallelPlan
+from hyper_parallel.display import make_reporter
 from hyper_parallel.ends import ended_alike
+from hyper_parallel.events import showing
 from hyper_parallel.hanging import last_move, watching
 from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads, explanation
 from hyper_parallel.notes import show_notes
@@ -57,7 +60,8 @@ def start_server(plan: ParallelPlan, ranks: int) -> None:
 def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, Result]:
     """Run `work(job)` on new ranks of this machine, by torchrun's launcher, and wait for all of them.
 
-    A rank that fails, or a signal to this process, ends all ranks.
+    A rank that fails, or a signal to this process, ends all ranks. On a terminal this process shows a training run, and
+    the ranks' lines above its table.
 
     Args:
         work: a function at the top of a module.
@@ -93,10 +97,13 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
     )
     plan = job.plan
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-") as name:
-        job = dataclasses.replace(job, flights=Path(name))
+        job, shown = dataclasses.replace(job, flights=Path(name)), contextlib.nullcontext()
+        if _live(job):
+            job = dataclasses.replace(job, events=Path(name) / "events")
+            shown = showing(Path(name) / "events", make_reporter(json_lines=False))
         with watching(Path(name), ranks, job.hang_after, plan.mesh.axes) as watch:
             try:
-                with _interrupts() as interrupts:
+                with _interrupts() as interrupts, shown:
                     return elastic_launch(config, work)(job)
             except ChildFailedError as error:
                 show_notes(job, ranks)
@@ -107,6 +114,11 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
                 raise RankFailure(*(hung or _first_failure(error, Path(name), plan.mesh.axes))) from None
             except SignalException as error:
                 raise Interrupted(signal.SIGINT if interrupts else error.sigval) from None
+
+
+def _live(job: Job) -> bool:
+    """Return True if a run is shown by a table that is drawn again; a rank that is debugged has the terminal itself."""
+    return job.folder is not None and job.debug_rank is None and not job.json_lines and sys.stdout.isatty()
 
 
 @contextlib.contextmanager
