@@ -102,3 +102,12 @@ def test_hsdp_trains_on_the_axes_that_layouts_on_a_slice_tell():
     for net, x in ((reference, whole), (model, own)):
         net(x).pow(2).mean().backward()
     same_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_a_rank_that_the_mesh_leaves_out():
+    mesh, module = mesh_of((1,), "first"), nn.Linear(4, 4, device=device_type())
+    if mesh.get_coordinate() is None:
+        refused("rank 1 is not in DeviceMesh.*on the ranks of the mesh alone", fully_shard, module, mesh)
+    else:
+        assert isinstance(fully_shard(module, mesh), HSDPModule)

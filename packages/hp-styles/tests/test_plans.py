@@ -302,3 +302,18 @@ def test_names_defaults_and_arguments_are_torchs() -> None:
         for key, parameter in want.items():
             assert have[key].kind == parameter.kind, (name, key)
             assert have[key].default == parameter.default, (name, key)
+
+
+@on_ranks(2)
+def test_a_rank_that_the_mesh_leaves_out() -> None:
+    mesh, module = init_device_mesh(device_type(), (1,), ("first",)), _linear(4, 4)
+    if torch.distributed.get_rank() == 0:
+        assert parallelize_module(module, mesh, ColwiseParallel()) is module
+        return
+    weight = module.weight
+    with (
+        count_collectives() as counts,
+        pytest.raises(ValueError, match=r"rank 1 is not in DeviceMesh.*on the ranks of"),
+    ):
+        parallelize_module(module, mesh, ColwiseParallel())
+    assert not counts and module.weight is weight

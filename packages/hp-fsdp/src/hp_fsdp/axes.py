@@ -159,7 +159,10 @@ class DataAxes(_Grouped):
                 'mesh["dp_replicate", "dp_shard"]'
             )
         if mesh.get_coordinate() is None:
-            raise ValueError(f"fully_shard: rank {mesh.get_rank()} is not in {mesh}")
+            raise ValueError(
+                f"fully_shard: rank {mesh.get_rank()} is not in {mesh}; call it on the ranks of the mesh alone, or"
+                " make a mesh of all ranks"
+            )
         shard = mesh.ndim - 1
         if mesh.group_order(shard) is not None:
             raise ValueError(

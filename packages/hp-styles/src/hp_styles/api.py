@@ -45,9 +45,9 @@ def parallelize_module(
         ``module``.
 
     Raises:
-        ValueError: a mesh of another number of axes than a style is for, a key that matches no submodule (near misses
-            are listed), a name that is not a style's, a module that two keys match, or modules that share a parameter
-            and get different placements.
+        ValueError: a mesh that does not hold this rank, or of another number of axes than a style is for, a key that
+            matches no submodule (near misses are listed), a name that is not a style's, a module that two keys match,
+            or modules that share a parameter and get different placements.
         TypeError: something that is not a style, plan or mesh; a style or a mesh of torch's own.
         NotImplementedError: a style that is not for such a module.
         RuntimeError: no ``device_mesh``, and none is active; or a module has a style that shards parameters already.
@@ -57,6 +57,11 @@ def parallelize_module(
     """
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     check_mesh(mesh, "parallelize_module")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"parallelize_module: rank {mesh.get_rank()} is not in {mesh}; call it on the ranks of the mesh alone, or"
+            " make a mesh of all ranks"
+        )
     if parallelize_plan is None:
         warnings.warn(
             "parallelize_module: there is no parallelize_plan, so the module is unchanged; pass a style or"

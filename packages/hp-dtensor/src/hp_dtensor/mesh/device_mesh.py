@@ -347,8 +347,11 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """Create a mesh over the first ranks in order: rank ``r`` is at ``numpy.unravel_index(r, mesh_shape)``.
 
-    Initialises the default process group if there is none. Ranks beyond the product of ``mesh_shape`` are not in the
-    mesh and have no coordinate. For other ranks, or another order, call ``DeviceMesh``.
+    Initialises the default process group if there is none. For other ranks, or another order, call ``DeviceMesh``.
+
+    A mesh may be smaller than the world, as with torch, and nothing is said of it: ranks beyond the product of
+    ``mesh_shape`` are not in the mesh, have no coordinate, and hold nothing of a tensor that is distributed over it.
+    On such a rank a slice of the mesh, ``fully_shard`` and ``parallelize_module`` are refused by name.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``.
