@@ -299,13 +299,12 @@ def test_an_interrupt_saves_and_ends_every_rank(launcher, whom):
     status, _, err = launcher.finish()
     assert not alive(launcher.folder, run)
     (saved,) = (launcher.folder / run / "checkpoints").glob("step-*")
-    step = int(saved.name.removeprefix("step-"))
+    place = f"step {int(saved.name.removeprefix('step-'))} is saved in {run}/checkpoints/{saved.name}"
     assert (status, err.splitlines()) == (
         130,
         [
             "note: the run ends after the steps that have begun, and is saved; Ctrl-C again ends it at once",
-            f"note: go on from step {step} by --resume auto --out {run}",
-            "error: interrupted by SIGINT: all ranks are ended",
+            f"stopped by SIGINT: {place}; go on by --resume auto --out {run}",
         ],
     )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 
 import pytest
+import typer
 
 from hyper_parallel.launch import Interrupted, RankFailure
 from hyper_parallel.output import CHECKPOINTS, METRICS
-from hyper_parallel.reporting import saying_what_is_saved
+from hyper_parallel.reporting import saying_what_is_saved, user_errors
 
 
 def said(error: Exception, folder, capsys) -> str:
@@ -39,3 +40,19 @@ def test_only_a_run_that_had_begun_lacks_a_checkpoint(tmp_path, capsys):
     assert said(interrupted, tmp_path, capsys) == ""
     (tmp_path / METRICS).touch()
     assert said(interrupted, tmp_path, capsys).startswith("note: the run has no checkpoint: it was not left")
+
+
+def test_a_stop_that_saved_every_step_is_no_error(tmp_path, capsys):
+    save(tmp_path, 12)
+    (tmp_path / METRICS).write_text('{"step": 11}\n{"step": 12}\n')
+    with pytest.raises(typer.Exit) as ended, user_errors(), saying_what_is_saved(tmp_path):
+        raise Interrupted(signal.SIGTERM)
+    place = tmp_path / CHECKPOINTS / "step-00000012"
+    said_then = f"stopped by SIGTERM: step 12 is saved in {place}; go on by --resume auto --out {tmp_path}\n"
+    assert (ended.value.exit_code, capsys.readouterr().err) == (128 + signal.SIGTERM, said_then)
+    (tmp_path / METRICS).write_text('{"step": 12}\n{"step": 13}\n')
+    with pytest.raises(typer.Exit) as ended, user_errors(), saying_what_is_saved(tmp_path):
+        raise Interrupted(signal.SIGTERM)
+    note = f"note: go on from step 12 by --resume auto --out {tmp_path}\n"
+    error = "error: interrupted by SIGTERM: all ranks are ended\n"
+    assert (ended.value.exit_code, capsys.readouterr().err) == (128 + signal.SIGTERM, note + error)

@@ -21,7 +21,7 @@ from hyper_parallel.data import DataError
 from hyper_parallel.display import diagnostics_table, make_console
 from hyper_parallel.diverging import DivergedError
 from hyper_parallel.launch import Interrupted, RankFailure
-from hyper_parallel.output import CHECKPOINTS, METRICS, OutputError
+from hyper_parallel.output import CHECKPOINTS, METRICS, OutputError, newest_checkpoint
 from hyper_parallel.shortage import MemoryShortage
 
 _ADVISED = (CheckpointError, DataError, DivergedError, MemoryShortage, OutputError)
@@ -76,12 +76,19 @@ def saying_what_is_saved(folder: Path) -> Iterator[None]:
 
     Args:
         folder: of the run.
+
+    Raises:
+        typer.Exit: a signal has stopped the run, and all of its steps are saved: that is no error.
     """
     before = max(steps_in(folder / CHECKPOINTS), default=0)
     try:
         yield
     except (Interrupted, RankFailure) as error:
         steps = steps_in(folder / CHECKPOINTS)
+        if isinstance(error, Interrupted) and steps and steps[-1] == _last_step(folder):
+            name = f"{signal.Signals(error.number).name}: step {steps[-1]} is saved in {newest_checkpoint(folder)}"
+            typer.echo(f"stopped by {name}; go on by --resume auto --out {folder}", err=True)
+            raise typer.Exit(128 + error.number) from None
         # A failure may be that of an older checkpoint, which can't be read or doesn't fit.
         if steps and (isinstance(error, Interrupted) or steps[-1] > before):
             typer.echo(f"note: go on from step {steps[-1]} by --resume auto --out {folder}", err=True)
@@ -89,6 +96,16 @@ def saying_what_is_saved(folder: Path) -> Iterator[None]:
             fix = "it was not left run.stop_within seconds to save one; run.checkpoint_every = N saves every N steps"
             typer.echo(f"note: the run has no checkpoint: {fix}", err=True)
         raise
+
+
+def _last_step(folder: Path) -> int | None:
+    """Return the last step that the metrics of a run have."""
+    path = folder / METRICS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    try:
+        return json.loads(lines[-1])["step"]
+    except (IndexError, ValueError, KeyError):  # none, or half a line
+        return None
 
 
 def say(text: str) -> None:
