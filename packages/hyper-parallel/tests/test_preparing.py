@@ -197,3 +197,20 @@ def test_a_tokenizer_refuses_text_that_is_not_utf8(tokenizer_folder):
 def test_a_file_that_is_not_utf8_is_named(texts, tmp_path, tokenizer_folder):
     with pytest.raises(DataError, match=r"texts/a\.txt: the document that begins with 'one .* is not UTF-8"):
         prepare([str(texts)], tmp_path / "out", read_tokenizer(str(tokenizer_folder)))
+
+
+def test_a_tokenizer_without_an_end_token_is_noted(texts, tmp_path, tokenizer_folder):
+    def said(*arguments):
+        command = ["data", "prepare", *arguments, "--tokenizer", str(tokenizer_folder), "--out", str(tmp_path / "out")]
+        done = CliRunner().invoke(cli.app, command)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    rows, config = str(texts / "b.jsonl"), tokenizer_folder / "tokenizer_config.json"
+    note = "note: documents run together, with no token at their end: "
+    assert f"{note}{config} does not exist. Name one there, or pass --end\n" in said(rows)
+    config.write_text("{}")
+    assert f"{note}{config} names no eos_token. Name one there" in said(rows)
+    assert "note" not in said(rows, "--end", "<end>")
+    (texts / "c.txt").write_text("one")
+    assert "note" not in said(str(texts / "c.txt")), "one document has nothing to run into"

@@ -16,10 +16,11 @@ from hp_checkpoint.extend import Ranks, to_hugging_face
 from hp_plan import MeshSection, ParallelPlan, build_model
 from hp_platform import get_platform
 from hp_testing import on_ranks
+from hyper_parallel import cli
 from hyper_parallel.checking import check_run
 from hyper_parallel.data import DataError, TokenFile, opening, write_tokens
 from hyper_parallel.run import Run
-from hyper_parallel.tokenized import token_files, tokenizer_files, tokenizer_of, with_tokens
+from hyper_parallel.tokenized import text_notes, token_files, tokenizer_files, tokenizer_of, with_tokens
 from hyper_parallel.worker import train
 
 pytestmark = pytest.mark.framework("torch")  # transformers, whose model and tokenizer it is
@@ -197,3 +198,18 @@ def test_mistakes(place):
     assert "b.jsonl, line 1, has no 'text'; it has 'body'" in found.message
     with pytest.raises(DataError, match="b.jsonl, line 1, has no 'text'"):
         with_tokens(plan_of(place, paths=[str(place / "b.jsonl")]), place / "run", Ranks())
+
+
+def test_documents_of_which_nothing_tells_the_end_are_noted(place, capsys):
+    tables = plan_of(place, paths=[str(place / "b.jsonl")], field="body")
+    assert text_notes(tables) == []
+    (place / "model" / "tokenizer_config.json").write_text("{}")
+    (note,) = text_notes(tables)
+    assert "tokenizer_config.json names no eos_token. Name one there; or set data.packing = true" in note
+    for data in ({"packing": True}, {"paths": [str(place / "a.txt")]}, {"tokenizer": "bytes"}):
+        other = {"paths": [str(place / "b.jsonl")], "field": "body", **data}
+        assert text_notes(plan_of(place, **other)) == []
+    (place / "plan.toml").write_text(tables.to_toml())
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["lint", str(place / "plan.toml")])
+    assert ended.value.code == 0 and f"note: {note}\n" in capsys.readouterr().err

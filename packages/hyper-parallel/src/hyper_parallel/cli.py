@@ -59,6 +59,7 @@ from hyper_parallel.position import check_resume
 from hyper_parallel.proposing import init
 from hyper_parallel.reporting import leads, say, saying_what_is_saved, show_diagnostics, user_errors
 from hyper_parallel.slurm import Request, check_request, job_script
+from hyper_parallel.tokenized import text_notes
 from hyper_parallel.version import Version
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan.", show_default=False)]
@@ -129,6 +130,8 @@ def train(
         if debug_rank is not None and debug_rank >= ranks:
             raise SettingError(f"--debug-rank {debug_rank}: the {ranks} ranks are 0 to {ranks - 1}")
         checked = _checked(tables, ranks, training=True)
+        for note in text_notes(checked) if leads() else ():
+            typer.echo(f"note: {note}", err=True)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
         folder = prepare_folder(out, name=plan.stem, resume=resume != "no") if leads() else Path()
         if resume != "no" and not inside_launcher():
@@ -224,6 +227,7 @@ def lint_plan(
         if run_model_code and not diagnostics:
             refusals, more = check_first_call(report)
             diagnostics, notes = refusals, [*notes, *more]
+        notes += [] if diagnostics else text_notes(read)
         if json_lines:
             typer.echo(json.dumps({"diagnostics": [dataclasses.asdict(each) for each in diagnostics], "notes": notes}))
         elif diagnostics:

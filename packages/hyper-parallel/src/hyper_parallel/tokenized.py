@@ -13,10 +13,10 @@ from hp_checkpoint.extend import TOKENIZER_FILES, Ranks
 from hp_plan import DataSection, ParallelPlan
 from hp_platform.extend import beating
 from hyper_parallel.data import DataError, check_data, find_files, has_tokens
-from hyper_parallel.data.documents import DOCUMENTS_IN_A_FIELD, read_documents, text_files
+from hyper_parallel.data.documents import DOCUMENTS_IN_A_FIELD, read_documents, several_documents, text_files
 from hyper_parallel.data.examples import Examples
 from hyper_parallel.data.preparing import is_prepared, prepare
-from hyper_parallel.data.tokenizing import Tokenizer, read_tokenizer
+from hyper_parallel.data.tokenizing import Tokenizer, read_tokenizer, without_end
 from hyper_parallel.validation import check_validation, validation_data
 
 TOKENS = "tokens"
@@ -125,6 +125,22 @@ def check_text_of(plan: ParallelPlan, section: DataSection) -> int | None:
     elif lines is not None:  # Its first document tells whether it has the field.
         next(read_documents(lines, field=section.field), None)
     return tokenizer.vocabulary
+
+
+def text_notes(plan: ParallelPlan) -> list[str]:
+    """Say what is likely not meant of text that a tokenizer reads: documents of which nothing tells where they end.
+
+    Args:
+        plan: without errors.
+    """
+    section = plan.data
+    if has_tokens(section) or section.packing or section.format != "text":  # packed documents don't see one another
+        return []
+    tokenizer, files = tokenizer_of(plan), text_files(find_files(section.paths))
+    if tokenizer is None or not several_documents(files):
+        return []
+    note = without_end(tokenizer)
+    return [] if note is None else [f"{note}; or set data.packing = true, by which documents don't see one another"]
 
 
 def with_tokens(plan: ParallelPlan, folder: Path, ranks: Ranks) -> ParallelPlan:

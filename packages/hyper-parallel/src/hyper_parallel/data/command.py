@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from hyper_parallel.data.documents import several_documents, text_files
 from hyper_parallel.data.preparing import prepare
-from hyper_parallel.data.tokenizing import read_tokenizer
+from hyper_parallel.data.text import find_files
+from hyper_parallel.data.tokenizing import read_tokenizer, without_end
 from hyper_parallel.reporting import user_errors
 
 Format = Literal["text", "messages", "prompt-completion", "preference"]
@@ -44,10 +46,16 @@ def prepare_data(
 ) -> None:
     """Tokenize files once into memory-mapped files that plans train on; goes on where it was interrupted."""
     with user_errors():
+        reader = read_tokenizer(tokenizer, end=end)
+        together = (
+            without_end(reader) if format == "text" and several_documents(text_files(find_files(paths))) else None
+        )
+        if together is not None:
+            typer.echo(f"note: {together}, or pass --end", err=True)
         prepared = prepare(
             paths,
             out,
-            read_tokenizer(tokenizer, end=end),
+            reader,
             field=field,
             format=format,
             progress=lambda file, tokens: typer.echo(f"{file}: {tokens:,} tokens", err=True),

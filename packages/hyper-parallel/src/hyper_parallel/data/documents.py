@@ -44,6 +44,11 @@ def text_files(files: Sequence[Path]) -> list[Path]:
     return [file for file in files if file.suffix != ".json" or file.parent not in arrows]
 
 
+def several_documents(files: Sequence[Path]) -> bool:
+    """Return True if files may have more than one document."""
+    return len(files) > 1 or any(file.suffix in DOCUMENTS_IN_A_FIELD for file in files)
+
+
 def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Read the objects of JSON lines, or the rows of a Parquet or Arrow file, each with its place for an error.
 

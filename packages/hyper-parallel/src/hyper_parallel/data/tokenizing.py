@@ -67,6 +67,19 @@ def read_tokenizer(path: str | None, *, end: str | None = None) -> Tokenizer:
     return _read(file.absolute(), end, tuple(map(_state, (file, file.parent / _CONFIG))))
 
 
+def without_end(tokenizer: Tokenizer) -> str | None:
+    """Say what a tokenizer without an end token makes of several documents; None where it has one.
+
+    Args:
+        tokenizer: that reads them. Bytes have no token that could stand for an end.
+    """
+    if tokenizer.end is not None or tokenizer.folder is None:
+        return None
+    config = tokenizer.folder / _CONFIG
+    which = "names no eos_token" if config.is_file() else "does not exist"
+    return f"documents run together, with no token at their end: {config} {which}. Name one there"
+
+
 def _state(file: Path) -> tuple[int, ...]:
     """Return what differs once a file has been written again; nothing where there is none."""
     if not file.is_file():
