@@ -213,3 +213,11 @@ def test_documents_of_which_nothing_tells_the_end_are_noted(place, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["lint", str(place / "plan.toml")])
     assert ended.value.code == 0 and f"note: {note}\n" in capsys.readouterr().err
+
+
+def test_a_validation_that_is_too_small_is_refused_before_the_training_data_is_tokenized(place):
+    (place / "few.txt").write_text("to be " * 10)
+    plan = plan_of(place, validation={"paths": [str(place / "few.txt")], "batches": 3, "every": 1})
+    with pytest.raises(DataError, match="has 2 samples, but 3 batches of data.batch_size = 2 take 6"):
+        with_tokens(plan, place / "run", Ranks())
+    assert {path.stem for path in (place / "run" / "tokens").iterdir()} == {"validation"}

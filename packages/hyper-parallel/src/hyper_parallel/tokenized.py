@@ -157,26 +157,31 @@ def with_tokens(plan: ParallelPlan, folder: Path, ranks: Ranks) -> ParallelPlan:
         CheckpointError: it failed on rank 0; on all ranks.
         DataError: less text than the validation takes; on all ranks.
     """
-    sections = {"data": plan.data}
-    if plan.validation.paths:
-        sections["validation"] = validation_data(plan)
+    if plan.validation.paths:  # first: it is likely the smaller one, and may be too small
+        paths = _tokenized(plan, "validation", validation_data(plan), folder, ranks)
+        if paths is not None:
+            plan = dataclasses.replace(plan, validation=dataclasses.replace(plan.validation, paths=paths))
+            check_validation(plan)
+    paths = _tokenized(plan, "data", plan.data, folder, ranks)
+    if paths is not None:
+        plan = dataclasses.replace(plan, data=_of_tokens(plan.data, paths))
+        check_data(plan.data)
+    return plan
+
+
+def _tokenized(
+    plan: ParallelPlan, name: str, section: DataSection, folder: Path, ranks: Ranks
+) -> tuple[str, ...] | None:
+    """Return the files of tokens of a section's text; None where it has tokens, or is text as bytes."""
 
     def write() -> bytes:
-        tokenizer = None if all(map(has_tokens, sections.values())) else tokenizer_of(plan)
-        text = {} if tokenizer is None else {name: each for name, each in sections.items() if not has_tokens(each)}
+        tokenizer = None if has_tokens(section) else tokenizer_of(plan)
         with beating():  # the others wait for as long as it takes
-            files = {name: _write(each, tokenizer, folder / TOKENS, name) for name, each in text.items()}
+            files = None if tokenizer is None else _write(section, tokenizer, folder / TOKENS, name)
         return json.dumps(files).encode()
 
-    written = {name: tuple(paths) for name, paths in json.loads(ranks.first(write, "tokenizing")).items()}
-    if "data" in written:
-        data = _of_tokens(plan.data, written["data"])
-        plan = dataclasses.replace(plan, data=data)
-        check_data(data)
-    if "validation" in written:
-        plan = dataclasses.replace(plan, validation=dataclasses.replace(plan.validation, paths=written["validation"]))
-        check_validation(plan)
-    return plan
+    files = json.loads(ranks.first(write, "tokenizing"))
+    return None if files is None else tuple(files)
 
 
 def token_files(plan: ParallelPlan, folder: Path) -> DataSection | None:
