@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ import pytest
 from hp_plan import ParallelPlan
 from hyper_parallel import hanging, notes, worker
 from hyper_parallel.launch import Job
-from hyper_parallel.notes import note, show_notes
+from hyper_parallel.notes import keeping_warnings, note, show_notes
 
 
 @pytest.fixture
@@ -66,3 +68,15 @@ def test_a_warning_of_the_run_is_one_line(recwarn):
     here, other = Path(worker.__file__), Path(__file__)
     assert worker.format_warning("it was passed over", RuntimeWarning, str(here), 7) == "warning: it was passed over\n"
     assert worker.format_warning("slow", RuntimeWarning, str(other), 7).startswith(f"{other}:7: RuntimeWarning: slow")
+
+
+def test_warnings_are_shown_and_stay_in_the_folder_of_the_run(tmp_path):
+    with warnings.catch_warnings(record=True) as shown, keeping_warnings(1) as kept:
+        warnings.simplefilter("always")
+        warnings.warn("before the folder is known", stacklevel=1)
+        kept.write_to(tmp_path)
+        warnings.warn("a later one", DeprecationWarning, stacklevel=1)
+    lines = [json.loads(line) for line in (tmp_path / "warnings.jsonl").read_text().splitlines()]
+    texts = ["UserWarning: before the folder is known", "DeprecationWarning: a later one"]
+    assert lines == [{"rank": 1, "text": text} for text in texts]
+    assert [str(each.message) for each in shown] == ["before the folder is known", "a later one"]

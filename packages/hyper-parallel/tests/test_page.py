@@ -131,3 +131,15 @@ def test_a_browser_shows_the_pictures_at_the_width_of_a_phone_and_of_a_desk(tmp_
     found = json.loads(re.search(r"<title>(.*?)</title>", shown)[1])  # type: ignore[index]
     assert found["pictures"] == 5 and found["least"] > 100
     assert found["right"] <= found["screen"] and found["wide"] <= found["screen"], "nothing is to be scrolled sideways"
+
+
+def test_a_page_says_each_warning_once_and_whose_it_was(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert "Warnings" not in report_page(folder)
+    lines = [{"rank": 1, "text": "UserWarning: a < b"}, {"rank": 0, "text": "UserWarning: a < b"}]
+    lines.append({"rank": 0, "text": "UserWarning: another"})
+    (folder / "warnings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report_page(folder)
+    assert "<h2>Warnings</h2>" in page
+    assert page.count("<td>UserWarning: a &lt; b</td><td>0, 1</td>") == 1
+    assert page.count("<td>UserWarning: another</td><td>0</td>") == 1

@@ -19,8 +19,9 @@ from typing import Any
 from hp_checkpoint.extend import local_folder, steps_in
 
 METRICS, RECORD, TEXTS, CHECKPOINTS = "metrics.jsonl", "run.json", "texts.jsonl", "checkpoints"
+WARNINGS = "warnings.jsonl"
 
-FILES = (METRICS, RECORD, "plan.toml", "loss.png", TEXTS, "tensorboard", "profile")
+FILES = (METRICS, RECORD, "plan.toml", "loss.png", TEXTS, WARNINGS, "tensorboard", "profile")
 """What a run's folder may have beside checkpoints."""
 
 

@@ -15,7 +15,7 @@ from hp_checkpoint.extend import steps_in, summary
 from hp_plan import ParallelPlan
 from hp_plan.extend import settings
 from hyper_parallel.display import scaled
-from hyper_parallel.output import CHECKPOINTS, METRICS, RECORD, TEXTS, OutputError, make_figure, steps_at_end
+from hyper_parallel.output import CHECKPOINTS, METRICS, RECORD, TEXTS, WARNINGS, OutputError, make_figure, steps_at_end
 
 __all__ = ["report_page"]
 
@@ -56,7 +56,7 @@ pre { margin: .4rem 0; overflow-x: auto; font-size: .82rem; white-space: pre-wra
 
 
 def report_page(folder: Path) -> str:
-    """Return the page of a run: its curves, numbers, mesh, checkpoints, starts, texts and plan.
+    """Return the page of a run: its curves, numbers, mesh, checkpoints, starts, warnings, texts and plan.
 
     Args:
         folder: of the run.
@@ -81,6 +81,7 @@ def report_page(folder: Path) -> str:
         _section("Checkpoints", _checkpoints(folder)),
         _section("Starts", _starts(record["starts"])),
         _section("Data", _data(start["data"])),
+        *_warnings(folder),
         *_texts(folder),
         *_shortages(folder),
         _section("Plan", _plan(plan, start["plan"])),
@@ -269,6 +270,16 @@ def _texts(folder: Path) -> Iterable[str]:
         last = [line for line in lines if line["step"] == lines[-1]["step"]]
         shown = "".join(f'<div class="wide"><pre>{escape(line["text"])}</pre></div>' for line in last)
         yield _section(f"Written after step {lines[-1]['step']:,}", shown)
+
+
+def _warnings(folder: Path) -> Iterable[str]:
+    """Show what the ranks were warned of, each text once."""
+    ranks: dict[str, set[int]] = {}
+    for line in _lines(folder / WARNINGS):
+        ranks.setdefault(line["text"], set()).add(line["rank"])
+    if ranks:
+        rows = [(text, ", ".join(map(str, sorted(each)))) for text, each in ranks.items()]
+        yield _section("Warnings", _table(("warning", "ranks"), rows))
 
 
 def _shortages(folder: Path) -> Iterable[str]:

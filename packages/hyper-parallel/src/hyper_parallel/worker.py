@@ -29,7 +29,7 @@ from hyper_parallel.ends import leave_together, tell_end
 from hyper_parallel.evaluating import Evaluation, evaluate
 from hyper_parallel.events import EventWriter, hand_over_output
 from hyper_parallel.launch import Job, Resume
-from hyper_parallel.notes import note
+from hyper_parallel.notes import keeping_warnings, note
 from hyper_parallel.output import FILES, METRICS, TEXTS, Curve, OutputError, Step, Summary, attempt, draw_loss
 from hyper_parallel.port import rank_process, training
 from hyper_parallel.prompts import write_texts
@@ -152,7 +152,9 @@ def train(
     """
     leader = get_platform().groups.rank() == 0
     with contextlib.ExitStack() as stack:
+        kept = stack.enter_context(keeping_warnings(get_platform().groups.rank()))
         run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop, tell=tell))
+        kept.write_to(run.folder)
         name, curve, sinks = run.trainer.name, Curve(), list[Sink]()
         record = begin(run.folder, plan, run.contents, step=run.step, ranks=run.ranks)
         tokens = sum(content.tokens for content in run.contents)
