@@ -20,7 +20,7 @@ from hyper_parallel import cli
 from hyper_parallel.data import DataError
 from hyper_parallel.data.examples import Examples
 from hyper_parallel.data.tokenizing import read_tokenizer
-from hyper_parallel.evaluating import check_checkpoint, evaluate
+from hyper_parallel.evaluating import check_checkpoint, check_parts, evaluate
 from hyper_parallel.output import OutputError
 from hyper_parallel.prompts import check_prompts, first_prompt, prompt_tokens
 from hyper_parallel.worker import train
@@ -171,3 +171,22 @@ def test_preferences_without_an_objective_are_refused(tmp_path):
     plan.write_text(plan_of(tmp_path, {}, 2, data=data).to_toml())
     result = CliRunner().invoke(cli.app, ["lint", str(plan)])
     assert result.exit_code == 1 and "data.format" in result.output
+
+
+@on_ranks(1)
+def test_a_whole_model_is_evaluated_with_a_plan_of_an_adapter_as_its_base(tmp_path):
+    write_all(tmp_path)
+    plain, adapted = (plan_of(tmp_path, {}, 2, adapter=each) for each in ({}, {"kind": "lora", "rank": 2}))
+    train(plain, tmp_path / "plain")
+    train(adapted, tmp_path / "adapted")
+    whole, adapter = (check_checkpoint(tmp_path / name) for name in ("plain", "adapted"))
+    check_parts(plain, whole)
+    check_parts(adapted, adapter)
+    with pytest.raises(
+        OutputError, match=f"has a whole model, and the plan loads .* --set model.path={whole} in place"
+    ):
+        check_parts(adapted, whole)
+    with pytest.raises(OutputError, match="has an adapter alone, and the plan has no .*checkpoint merge"):
+        check_parts(plain, adapter)
+    named = plan_of(tmp_path, {}, 2, adapter={"kind": "lora", "rank": 2}, model={"path": str(whole)})
+    assert evaluate(named, None).loss == pytest.approx(evaluate(plain, whole).loss, rel=1e-9)

@@ -50,7 +50,7 @@ from hyper_parallel.data.command import app as data_app
 from hyper_parallel.debugging import hand_over_terminal
 from hyper_parallel.display import evaluation_text, findings_table, make_console, settings_table, verify_table
 from hyper_parallel.doctor import examine_machine
-from hyper_parallel.evaluating import check_checkpoint
+from hyper_parallel.evaluating import check_checkpoint, check_parts
 from hyper_parallel.launch import Job, Resume
 from hyper_parallel.output import OutputError, claimed, prepare_folder, replace_text
 from hyper_parallel.page import report_page
@@ -194,6 +194,8 @@ def evaluate_plan(
         if checked.mesh.pp > 1:
             message = f"got {checked.mesh.pp}, but a model in stages is not evaluated"
             raise PlanError([Diagnostic("mesh.pp", message, "--set mesh.pp=1: a checkpoint loads on any mesh")])
+        if newest is not None:
+            check_parts(checked, newest)
         result = _run(worker.evaluate_rank, Job(checked, until=batches, checkpoint=newest), ranks)
         if leads():
             shown = json.dumps(dataclasses.asdict(result)) if json_lines else None

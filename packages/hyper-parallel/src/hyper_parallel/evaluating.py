@@ -8,11 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hp_checkpoint import Checkpointer
-from hp_checkpoint.extend import Ranks
+from hp_checkpoint.extend import Ranks, summary
 from hp_plan import ParallelPlan
 from hp_plan.extend import data_parallel_rows, vocabulary
 from hyper_parallel.data import IGNORED, Rows, Samples, describe_cuts, open_data, open_samples
@@ -21,7 +22,7 @@ from hyper_parallel.port import Trainer, training
 from hyper_parallel.tokenized import with_tokens
 from hyper_parallel.validation import mean_values
 
-__all__ = ["Evaluation", "check_checkpoint", "evaluate"]
+__all__ = ["Evaluation", "check_checkpoint", "check_parts", "evaluate"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,25 @@ def check_checkpoint(folder: Path) -> Path:
         fix = "name a run's folder, or one of its checkpoints; a model of transformers is evaluated by --set model.path"
         raise OutputError(f"{folder} is no checkpoint of a run: {fix}")
     return newest
+
+
+def check_parts(plan: ParallelPlan, checkpoint: Path) -> None:
+    """Check that a checkpoint has what the plan loads: the adapter of a plan with one, else the model.
+
+    Raises:
+        OutputError: it has the other, or can't be read.
+    """
+    try:
+        content: dict[str, Any] = summary(checkpoint)
+    except ValueError as error:
+        raise OutputError(f"{checkpoint} can't be read: {error}") from error
+    parts = content["parts"]
+    if plan.adapter.kind is not None and "adapter_model" not in parts:
+        fix = f"evaluate it by --set model.path={checkpoint} in its place: an adapter that begins adds nothing"
+        raise OutputError(f"{checkpoint} has a whole model, and the plan loads an adapter ([adapter] kind); {fix}")
+    if plan.adapter.kind is None and "model" not in parts and "adapter_model" in parts:
+        fix = "evaluate it with the plan that it was trained by, or what hyper-parallel checkpoint merge makes of it"
+        raise OutputError(f"{checkpoint} has an adapter alone, and the plan has no [adapter] kind; {fix}")
 
 
 def evaluate(plan: ParallelPlan, checkpoint: Path | None, *, batches: int | None = None) -> Evaluation:
