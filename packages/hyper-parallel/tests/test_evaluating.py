@@ -183,7 +183,7 @@ def test_a_whole_model_is_evaluated_with_a_plan_of_an_adapter_as_its_base(tmp_pa
     check_parts(plain, whole)
     check_parts(adapted, adapter)
     with pytest.raises(
-        OutputError, match=f"has a whole model, and the plan loads .* --set model.path={whole} in place"
+        OutputError, match=f"has a whole model, and the plan loads .* --set model.path={whole} in its place"
     ):
         check_parts(adapted, whole)
     with pytest.raises(OutputError, match="has an adapter alone, and the plan has no .*checkpoint merge"):
