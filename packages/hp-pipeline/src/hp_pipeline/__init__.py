@@ -3,14 +3,15 @@
 from typing import TYPE_CHECKING
 
 from hp_pipeline import schedules
-from hp_pipeline.agreement import PipelineError
-from hp_pipeline.batches import BatchDimSpec
-from hp_pipeline.checking import check
-from hp_pipeline.coordinator import HookCoordinator
-from hp_pipeline.lowering import lower
-from hp_pipeline.meetings import HookRole, Meeting
-from hp_pipeline.overlap import CommComputeOverlap
-from hp_pipeline.pipeline import Costs, Pipeline, placed
+from hp_pipeline.orders.checking import HookRole, Meeting, check
+from hp_pipeline.orders.lowering import lower
+from hp_pipeline.orders.pipeline import Costs, Pipeline, placed
+from hp_pipeline.orders.simulation import Span, Trace, simulate
+from hp_pipeline.orders.steps import MetaStep, MetaStepType, Order
+from hp_pipeline.orders.synthesis import synthesize
+from hp_pipeline.running.agreement import PipelineError
+from hp_pipeline.running.overlap import CommComputeOverlap, HookCoordinator
+from hp_pipeline.running.slices import BatchDimSpec, SequenceState
 from hp_pipeline.schedule import PipelineSchedule
 from hp_pipeline.schedule_kinds import (
     Schedule1F1B,
@@ -25,13 +26,9 @@ from hp_pipeline.schedule_kinds import (
     ScheduleZB1P,
     ScheduleZBV,
 )
-from hp_pipeline.shared import SharedParameterInfo
-from hp_pipeline.simulation import Span, Trace, simulate
-from hp_pipeline.slices import SequenceState
-from hp_pipeline.split import Split, split_model
-from hp_pipeline.stage import PipelineStage
-from hp_pipeline.steps import MetaStep, MetaStepType, Order
-from hp_pipeline.synthesis import synthesize
+from hp_pipeline.stages.shared import SharedParameterInfo
+from hp_pipeline.stages.split import Split, split_model
+from hp_pipeline.stages.stage import PipelineStage
 from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:

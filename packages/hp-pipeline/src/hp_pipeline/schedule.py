@@ -14,20 +14,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from hp_pipeline.batches import SEQUENCE, Dim, cut
-from hp_pipeline.checking import check
-from hp_pipeline.overlap import CommComputeOverlap
-from hp_pipeline.pipeline import Pipeline, Shape, placed
+from hp_pipeline.orders.checking import check
+from hp_pipeline.orders.pipeline import Pipeline, Shape, placed
+from hp_pipeline.orders.steps import SWAPPING, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts
 from hp_pipeline.port import port
-from hp_pipeline.runner import Piece, Runner
+from hp_pipeline.running.overlap import CommComputeOverlap
+from hp_pipeline.running.runner import Piece, Runner
+from hp_pipeline.running.sharded import lowered, refuse_order
+from hp_pipeline.running.slices import SEQUENCE, Dim, check_slices, cut
+from hp_pipeline.running.swapping import swapper_of
+from hp_pipeline.running.wiring import pipeline_ranks
 from hp_pipeline.schedules import forwards_of
-from hp_pipeline.sharded import lowered, refuse_order
-from hp_pipeline.shared import copies
-from hp_pipeline.slices import check_slices
-from hp_pipeline.stage import PipelineStage
-from hp_pipeline.steps import SWAPPING, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts
-from hp_pipeline.swapping import swapper_of
-from hp_pipeline.wiring import pipeline_ranks
+from hp_pipeline.stages.shared import copies
+from hp_pipeline.stages.stage import PipelineStage
 from hp_platform import get_platform
 
 __all__ = ["PipelineSchedule"]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hp_pipeline import schedules
-from hp_pipeline.pipeline import Shape
+from hp_pipeline.orders.pipeline import Shape
 from hp_pipeline.schedule import PipelineSchedule
-from hp_pipeline.stage import PipelineStage
+from hp_pipeline.stages.stage import PipelineStage
 
 __all__ = [
     "Schedule1F1B",

@@ -14,13 +14,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from hp_pipeline.blocks import block_order, turns
-from hp_pipeline.filling import fill
-from hp_pipeline.greedy import greedy
-from hp_pipeline.memory import open_forwards
-from hp_pipeline.pipeline import Pipeline, Shape, placed
-from hp_pipeline.simulation import simulate
-from hp_pipeline.steps import MetaStep, MetaStepType, Order, compute_parts
+from hp_pipeline.orders.blocks import block_order, turns
+from hp_pipeline.orders.greedy import fill, greedy
+from hp_pipeline.orders.needs import open_forwards
+from hp_pipeline.orders.pipeline import Pipeline, Shape, placed
+from hp_pipeline.orders.simulation import simulate
+from hp_pipeline.orders.steps import MetaStep, MetaStepType, Order, compute_parts
 
 __all__ = [
     "dual_pipe_v",

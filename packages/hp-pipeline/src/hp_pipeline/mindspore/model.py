@@ -7,8 +7,8 @@ from typing import Any
 
 from mindspore import Parameter, nn
 
-from hp_pipeline.names import merge_names
 from hp_pipeline.schedule import PipelineSchedule
+from hp_pipeline.stages.split import merge_names
 
 __all__ = ["PipelinedModel"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from hp_pipeline.operations import Operations
-from hp_pipeline.partition import Unit
+from hp_pipeline.stages.partition import Unit
+from hp_pipeline.stages.split import Operations
 
 __all__ = ["count_operations", "count_unit"]
 

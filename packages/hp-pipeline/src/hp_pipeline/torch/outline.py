@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_pipeline.partition import Unit
+from hp_pipeline.stages.partition import Unit
 from hp_pipeline.torch.counting import count_unit
 from hp_pipeline.torch.stages import REFUSED, Cut, cut_stage
 from hp_pipeline.torch.tracing import text_config, trace

@@ -1,4 +1,4 @@
-"""What a forward and a backward need to run together in two threads: see `hp_pipeline.overlap`."""
+"""What a forward and a backward need to run together in two threads: see `hp_pipeline.running.overlap`."""
 
 from __future__ import annotations
 

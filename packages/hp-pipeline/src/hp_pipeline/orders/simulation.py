@@ -6,10 +6,9 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hp_pipeline.memory import peak_bytes
-from hp_pipeline.needs import needs_of
-from hp_pipeline.pipeline import Pipeline
-from hp_pipeline.steps import BACKWARDS, MetaStep, MetaStepType, Order, compute_parts, computing
+from hp_pipeline.orders.needs import needs_of, peak_bytes
+from hp_pipeline.orders.pipeline import Pipeline
+from hp_pipeline.orders.steps import BACKWARDS, MetaStep, MetaStepType, Order, compute_parts, computing
 
 __all__ = ["Span", "Trace", "halves", "simulate"]
 

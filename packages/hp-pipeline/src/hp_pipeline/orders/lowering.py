@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 
-from hp_pipeline.pipeline import Pipeline
-from hp_pipeline.steps import BACKWARDS, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts
+from hp_pipeline.orders.pipeline import Pipeline
+from hp_pipeline.orders.steps import BACKWARDS, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts
 
 __all__ = ["is_lowered", "lower"]
 

@@ -14,21 +14,27 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hp_pipeline.agreement import Agreement, PipelineError, gave_up
-from hp_pipeline.channels import FAILED, Again, Failed, Message
-from hp_pipeline.flows import Arrived, Flow
-from hp_pipeline.giving_up import GivingUp
-from hp_pipeline.meetings import parts_of
+from hp_pipeline.orders.checking import parts_of
+from hp_pipeline.orders.simulation import halves
+from hp_pipeline.orders.steps import SHARDING, SWAPPING, MetaStep, MetaStepType, Order
 from hp_pipeline.port import port
-from hp_pipeline.receipts import Key, Piece, receipts
-from hp_pipeline.sharded import ShardedStage
-from hp_pipeline.shared import SharedParameters
-from hp_pipeline.simulation import halves
-from hp_pipeline.slices import KEYWORD, SequenceState, whole_losses
-from hp_pipeline.stage import PipelineStage
-from hp_pipeline.steps import SHARDING, SWAPPING, MetaStep, MetaStepType, Order
-from hp_pipeline.swapping import MOVES
-from hp_pipeline.wiring import AnyChannel, keys_of, message_counts, open_channels, stage_facts
+from hp_pipeline.running.agreement import Agreement, GivingUp, PipelineError, gave_up
+from hp_pipeline.running.channels import FAILED, Again, Failed, Message
+from hp_pipeline.running.sharded import ShardedStage
+from hp_pipeline.running.slices import KEYWORD, Arrived, Flow, SequenceState, whole_losses
+from hp_pipeline.running.swapping import MOVES
+from hp_pipeline.running.wiring import (
+    AnyChannel,
+    Key,
+    Piece,
+    keys_of,
+    message_counts,
+    open_channels,
+    receipts,
+    stage_facts,
+)
+from hp_pipeline.stages.shared import SharedParameters
+from hp_pipeline.stages.stage import PipelineStage
 from hp_platform import LostRankError
 from hp_platform.extend import FailedRankError
 

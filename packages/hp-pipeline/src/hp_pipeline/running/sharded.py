@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from hp_pipeline.lowering import lower
-from hp_pipeline.pipeline import Pipeline
+from hp_pipeline.orders.lowering import lower
+from hp_pipeline.orders.pipeline import Pipeline
+from hp_pipeline.orders.steps import COMPUTE, SHARDING, SWAPPING, MetaStepType, Order, compute_parts
 from hp_pipeline.port import ShardedModule, port
-from hp_pipeline.steps import COMPUTE, SHARDING, SWAPPING, MetaStepType, Order, compute_parts
 
 __all__ = ["ShardedStage", "lowered", "refuse_order"]
 

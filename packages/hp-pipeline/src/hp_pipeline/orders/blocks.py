@@ -15,8 +15,8 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from hp_pipeline.pipeline import Pipeline
-from hp_pipeline.steps import MetaStep, MetaStepType, Order
+from hp_pipeline.orders.pipeline import Pipeline
+from hp_pipeline.orders.steps import MetaStep, MetaStepType, Order
 
 __all__ = ["block_order", "turns"]
 

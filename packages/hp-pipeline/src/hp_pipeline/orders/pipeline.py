@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hp_pipeline.steps import MetaStepType
+from hp_pipeline.orders.steps import MetaStepType
 
 __all__ = ["UNIT", "Costs", "Pipeline", "Shape", "placed"]
 

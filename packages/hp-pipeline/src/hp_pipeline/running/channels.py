@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from hp_pipeline.layouts import TensorLayout, distributed
-from hp_pipeline.links import Link
 from hp_pipeline.port import port
+from hp_pipeline.running.links import Link
+from hp_pipeline.stages.layouts import TensorLayout, distributed
 from hp_platform import get_platform
 
 __all__ = ["FAILED", "Again", "Channel", "Failed", "Message"]

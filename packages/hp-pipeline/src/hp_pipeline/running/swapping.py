@@ -6,9 +6,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from hp_pipeline.flows import Flow
+from hp_pipeline.orders.steps import MetaStepType
 from hp_pipeline.port import Swapper
-from hp_pipeline.steps import MetaStepType
+from hp_pipeline.running.slices import Flow
 
 __all__ = ["MOVES", "swapper_of"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hp_pipeline.layouts import TensorLayout, mesh_like
 from hp_pipeline.port import port
-from hp_pipeline.shared import SharedParameterInfo
+from hp_pipeline.stages.layouts import TensorLayout, mesh_like
+from hp_pipeline.stages.shared import SharedParameterInfo
 
 __all__ = ["PipelineStage"]
 

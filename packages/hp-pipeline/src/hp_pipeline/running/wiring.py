@@ -3,23 +3,58 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hp_pipeline.agreement import Agreement
-from hp_pipeline.channels import Channel
-from hp_pipeline.layouts import axes_of, place_of
-from hp_pipeline.links import links
-from hp_pipeline.mesh_channel import End, MeshChannel
-from hp_pipeline.pipeline import Pipeline
-from hp_pipeline.receipts import Key
-from hp_pipeline.stage import PipelineStage
-from hp_pipeline.steps import MetaStep, MetaStepType
+from hp_pipeline.orders.pipeline import Pipeline
+from hp_pipeline.orders.steps import TRANSFERS, MetaStep, MetaStepType, Order
+from hp_pipeline.running.agreement import Agreement
+from hp_pipeline.running.channels import Channel
+from hp_pipeline.running.links import links
+from hp_pipeline.running.mesh_channel import End, MeshChannel
+from hp_pipeline.stages.layouts import axes_of, place_of
+from hp_pipeline.stages.stage import PipelineStage
 from hp_platform import get_platform
 
-__all__ = ["AnyChannel", "keys_of", "message_counts", "open_channels", "pipeline_ranks"]
+__all__ = ["AnyChannel", "Key", "Piece", "keys_of", "message_counts", "open_channels", "pipeline_ranks", "receipts"]
 
+
+# ---- messages received before one is sent ----
 _T = MetaStepType
+Key = tuple[int, int, bool]
+"""A channel: from stage, to stage, forward."""
+Piece = tuple[int, int]
+"""A micro-batch, and a slice of its sequences."""
+
+
+def receipts(
+    order: Order, placement: Sequence[int], rank: int, keys: Callable[[MetaStep], Sequence[Key]]
+) -> dict[tuple[Key, Piece], list[tuple[Key, Piece]]]:
+    """List for each message that a rank receives those of its own that its sender must have received before.
+
+    Args:
+        order: all steps of all ranks.
+        placement: the rank of each stage.
+        rank: this rank.
+        keys: the channels of a send or receive.
+    """
+    result: dict[tuple[Key, Piece], list[tuple[Key, Piece]]] = {}
+    for other, steps in order.items():
+        received: list[tuple[Key, Piece]] = []
+        for step in steps if other != rank else ():
+            if step.step_type not in TRANSFERS or step.micro_index is None:
+                continue
+            piece = step.micro_index, step.seq_index
+            for key in keys(step):
+                if rank not in (placement[key[0]], placement[key[1]]):
+                    continue
+                if step.step_type in (_T.FWD_RECV, _T.BWD_RECV):
+                    received.append((key, piece))
+                else:
+                    result[key, piece], received = received, []
+    return result
+
+
 AnyChannel = Channel | MeshChannel
 
 

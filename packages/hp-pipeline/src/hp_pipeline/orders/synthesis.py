@@ -6,14 +6,13 @@ import random
 from collections.abc import Callable, Iterator
 
 from hp_pipeline import schedules
-from hp_pipeline.blocks import block_order, turns
-from hp_pipeline.checking import check
-from hp_pipeline.filling import fill
-from hp_pipeline.greedy import greedy
-from hp_pipeline.memory import open_forwards
-from hp_pipeline.pipeline import Pipeline
-from hp_pipeline.simulation import Trace, halves, simulate
-from hp_pipeline.steps import Order
+from hp_pipeline.orders.blocks import block_order, turns
+from hp_pipeline.orders.checking import check
+from hp_pipeline.orders.greedy import fill, greedy
+from hp_pipeline.orders.needs import open_forwards
+from hp_pipeline.orders.pipeline import Pipeline
+from hp_pipeline.orders.simulation import Trace, halves, simulate
+from hp_pipeline.orders.steps import Order
 
 __all__ = ["synthesize"]
 

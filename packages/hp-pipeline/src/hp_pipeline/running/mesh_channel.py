@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hp_pipeline.channels import Channel, Failed, Message
-from hp_pipeline.layouts import TensorLayout
 from hp_pipeline.port import port
+from hp_pipeline.running.channels import Channel, Failed, Message
+from hp_pipeline.stages.layouts import TensorLayout
 
 __all__ = ["End", "MeshChannel", "moves"]
 

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hp_pipeline.pipeline import Pipeline
+from hp_pipeline.orders.pipeline import Pipeline
 from hp_pipeline.port import port
 from hp_platform import get_platform
 
 if TYPE_CHECKING:
-    from hp_pipeline.stage import PipelineStage
+    from hp_pipeline.stages.stage import PipelineStage
 
 __all__ = ["SharedParameterInfo", "SharedParameters", "copies"]
 

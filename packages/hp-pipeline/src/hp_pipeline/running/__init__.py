@@ -1,0 +1,1 @@
+"""A rank's steps as they run: messages, overlap, micro-batches, failures."""
