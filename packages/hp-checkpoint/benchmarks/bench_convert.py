@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hp_checkpoint import export
+from hp_checkpoint.disk.files import Kind, index_of, lay_out
+from hp_checkpoint.disk.storage import write_at, write_small
 from hp_checkpoint.extend import to_dcp, to_hugging_face
-from hp_checkpoint.files import Kind, index_of, lay_out
-from hp_checkpoint.storage import write_at, write_small
+from hp_checkpoint.formats import export
 
 SHAPE = (4096, 14336)
 

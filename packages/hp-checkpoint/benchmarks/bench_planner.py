@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 
-from hp_checkpoint.files import Kind, lay_out
-from hp_checkpoint.pieces import pieces, scale
-from hp_checkpoint.reads import Units, exchange, request_rows
-from hp_checkpoint.writers import Holding, Tensor, writers
+from hp_checkpoint.disk.files import Kind, lay_out
+from hp_checkpoint.layout.pieces import pieces, scale
+from hp_checkpoint.loading.reads import Units, exchange, request_rows
+from hp_checkpoint.saving.shard_assignment import Holding, Tensor, writers
 from hp_dtensor import RaggedShard, Replicate, Shard
 
 LAYERS, WORLD = 222, 1024

@@ -26,7 +26,9 @@ sys.path.insert(0, str(TESTS))
 
 import crash_program  # noqa: E402
 
-from hp_checkpoint import Checkpointer, CheckpointError, save, saving, storage  # noqa: E402
+from hp_checkpoint import Checkpointer, CheckpointError, save  # noqa: E402
+from hp_checkpoint.disk import storage  # noqa: E402
+from hp_checkpoint.saving import saving  # noqa: E402
 
 RANKS, VALUES = 2, 200_000
 LAYOUTS = ("files", "shards")

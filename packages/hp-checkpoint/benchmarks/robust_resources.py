@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from hp_checkpoint.manifest import BLOCK
+from hp_checkpoint.disk.manifest import BLOCK
 from hp_testing import close_pools, run_ranks
 from hp_testing.target import select
 

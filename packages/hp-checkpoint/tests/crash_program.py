@@ -21,12 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from hp_checkpoint import background, load, save, storage, writer
-from hp_checkpoint.ranks import Ranks, describe
-from hp_checkpoint.retention import Keep, steps_in
-from hp_checkpoint.saving import prepare_save
-from hp_checkpoint.snapshot import Arena
-from hp_checkpoint.state import flatten
+from hp_checkpoint import load, save
+from hp_checkpoint.disk import storage
+from hp_checkpoint.disk.retention import Keep, steps_in
+from hp_checkpoint.disk.storage import Arena
+from hp_checkpoint.layout.state import flatten
+from hp_checkpoint.recovery.ranks import Ranks, describe
+from hp_checkpoint.saving import background
+from hp_checkpoint.saving import writer_process as writer
+from hp_checkpoint.saving.saving import prepare_save
 
 CALLS = ("pwrite", "fsync", "rename", "mkdir", "open", "unlink", "rmdir")
 FAULTS = {"kill": 0, "ENOSPC": errno.ENOSPC, "EIO": errno.EIO}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load
-from hp_checkpoint.manifest import Manifest, _places
-from hp_checkpoint.tensors import array_of
+from hp_checkpoint.disk.manifest import Manifest, _places
+from hp_checkpoint.layout.tensors import array_of
 
 
 def arrays(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import xxhash
 from crash_program import empty, state
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load
-from hp_checkpoint.manifest import sealed
+from hp_checkpoint.disk.manifest import sealed
 
 ODD: tuple[Any, ...] = (
     None, True, -1, 0, 1, 1.5, -0.0, float("inf"), 2**31, 2**63, 2**200, "", "x", "../x", [], {}, [1], {"a": 1},

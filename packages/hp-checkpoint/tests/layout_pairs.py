@@ -19,11 +19,11 @@ import numpy as np
 from checkpoint_layouts import choose_placements, choose_shape
 
 from hp_checkpoint import load
-from hp_checkpoint.manifest import Manifest
-from hp_checkpoint.ranks import Ranks
-from hp_checkpoint.saving import save_state
-from hp_checkpoint.state import flatten
-from hp_checkpoint.tensors import read_bytes
+from hp_checkpoint.disk.manifest import Manifest
+from hp_checkpoint.layout.state import flatten
+from hp_checkpoint.layout.tensors import read_bytes
+from hp_checkpoint.recovery.ranks import Ranks
+from hp_checkpoint.saving.saving import save_state
 from hp_dtensor import Placement, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_tensor, device_type

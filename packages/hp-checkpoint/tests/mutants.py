@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 from hp_checkpoint import save
-from hp_checkpoint.export import write_files
-from hp_checkpoint.files import Kind, lay_out
-from hp_checkpoint.manifest import sealed
+from hp_checkpoint.disk.files import Kind, lay_out
+from hp_checkpoint.disk.manifest import sealed
+from hp_checkpoint.formats.export import write_files
 
 FORMATS = ("files", "shards", "dcp", "pt", "safetensors", "hub", "ckpt")
 SEALED = ("files", "shards")

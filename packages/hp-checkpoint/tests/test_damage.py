@@ -17,14 +17,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hp_checkpoint import CheckpointError, InvalidCheckpointError, arrangements, load, loading, retention, save, tensors
-from hp_checkpoint.export import to_hugging_face
-from hp_checkpoint.files import Kind, lay_out
-from hp_checkpoint.manifest import Manifest, sealed
-from hp_checkpoint.ranks import Ranks
-from hp_checkpoint.saving import save_state
-from hp_checkpoint.state import flatten
-from hp_checkpoint.storage import check_space
+from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, save
+from hp_checkpoint.disk import retention
+from hp_checkpoint.disk.files import Kind, lay_out
+from hp_checkpoint.disk.manifest import Manifest, sealed
+from hp_checkpoint.disk.storage import check_space
+from hp_checkpoint.formats.export import to_hugging_face
+from hp_checkpoint.layout import tensors
+from hp_checkpoint.layout.state import flatten
+from hp_checkpoint.loading import loading
+from hp_checkpoint.recovery.ranks import Ranks
+from hp_checkpoint.saving import arrangements
+from hp_checkpoint.saving.saving import save_state
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import crash_program

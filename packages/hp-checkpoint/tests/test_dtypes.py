@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hp_checkpoint.conversions import converted
-from hp_checkpoint.tensors import read_bytes
+from hp_checkpoint.formats.conversions import converted
+from hp_checkpoint.layout.tensors import read_bytes
 from hp_platform import get_platform
 from hp_testing import as_tensor, on_ranks
 

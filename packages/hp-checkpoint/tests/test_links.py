@@ -17,9 +17,9 @@ from hp_checkpoint import (
     save,
     save_state_dict_as_huggingface_format,
 )
+from hp_checkpoint.disk.retention import Keep, prune
+from hp_checkpoint.disk.storage import remove_rests
 from hp_checkpoint.extend import to_hugging_face
-from hp_checkpoint.retention import Keep, prune
-from hp_checkpoint.storage import remove_rests
 from hp_testing import as_array, as_tensor
 
 W = np.arange(24, dtype=np.float32).reshape(4, 6)

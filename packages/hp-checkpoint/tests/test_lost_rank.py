@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hp_checkpoint import load
-from hp_checkpoint.retention import steps_in
+from hp_checkpoint.disk.retention import steps_in
 from hp_testing import target
 from hp_testing.processes import rank_processes
 

@@ -10,8 +10,9 @@ import warnings
 import numpy as np
 import pytest
 
-from hp_checkpoint import load, probe, save
-from hp_checkpoint.tools import faults, summary
+from hp_checkpoint import load, save
+from hp_checkpoint.disk.tools import faults, summary
+from hp_checkpoint.saving import probe
 from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks

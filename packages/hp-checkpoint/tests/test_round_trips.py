@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hp_checkpoint import CheckpointError, host_memory, load, loading, save, transfers
-from hp_checkpoint.manifest import Manifest
-from hp_checkpoint.ranks import Ranks
-from hp_checkpoint.reads import exchange
-from hp_checkpoint.saving import save_state
-from hp_checkpoint.state import flatten
+from hp_checkpoint import CheckpointError, load, save
+from hp_checkpoint.disk.manifest import Manifest
+from hp_checkpoint.layout.state import flatten
+from hp_checkpoint.loading import host_memory, loading, transfers
+from hp_checkpoint.loading.reads import exchange
+from hp_checkpoint.recovery.ranks import Ranks
+from hp_checkpoint.saving.saving import save_state
 from hp_dtensor import RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks, run_ranks

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, load_checkpoint, save
-from hp_checkpoint.arrangements import box_name
-from hp_checkpoint.export import to_hugging_face
-from hp_checkpoint.files import header_length, read_header
-from hp_checkpoint.manifest import sealed
-from hp_checkpoint.tools import diff, faults, summary
+from hp_checkpoint.disk.files import header_length, read_header
+from hp_checkpoint.disk.manifest import sealed
+from hp_checkpoint.disk.tools import diff, faults, summary
+from hp_checkpoint.formats.export import to_hugging_face
+from hp_checkpoint.saving.arrangements import box_name
 from hp_dtensor import RaggedShard, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks

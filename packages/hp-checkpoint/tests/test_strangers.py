@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, save
-from hp_checkpoint.manifest import Manifest, sealed
-from hp_checkpoint.state import decode
+from hp_checkpoint.disk.manifest import Manifest, sealed
+from hp_checkpoint.layout.state import decode
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import hostile

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hp_pipeline
 from hp_pipeline import PipelineStage, placed
-from hp_pipeline.running.channels import Channel, Message
+from hp_pipeline.messages.channels import Channel, Message
 from hp_pipeline.running.runner import Runner
 
 RANKS, RANK, MICRO, WIDTH = 4, 1, 8, 4

@@ -13,7 +13,7 @@ from torch import nn
 
 import hp_pipeline
 from hp_pipeline import MetaStepType, PipelineStage
-from hp_pipeline.running import links
+from hp_pipeline.messages import links
 from hp_platform import get_platform
 from hp_platform.torch import collectives
 from hp_testing import device_type, on_ranks

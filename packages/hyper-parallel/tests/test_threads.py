@@ -29,7 +29,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[3]
 STARTS = re.compile(r"\b(?:Thread|ThreadPoolExecutor)\(")
-saves: Any = importlib.import_module("hp_checkpoint.async_save")  # whose name in the package is the function's
+saves: Any = importlib.import_module("hp_checkpoint.saving.async_save")  # whose name in the package is the function's
 HEAVY = (torch.Tensor, torch.nn.Module, dist.ProcessGroup)
 
 

@@ -5,12 +5,12 @@ pickled.
 """
 
 from hp_checkpoint.api import load, save
-from hp_checkpoint.async_save import AsyncSaveResponse, async_save
-from hp_checkpoint.background import Committed, Pending
 from hp_checkpoint.checkpointer import Checkpointer, Loaded
+from hp_checkpoint.disk.file_systems import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader
+from hp_checkpoint.disk.manifest import Manifest
+from hp_checkpoint.disk.retention import Keep
 from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
-from hp_checkpoint.file_systems import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader
-from hp_checkpoint.full_states import (
+from hp_checkpoint.formats.full_states import (
     convert_full_checkpoint_to_dcp,
     dcp_to_full_state_dict,
     load_checkpoint,
@@ -18,10 +18,10 @@ from hp_checkpoint.full_states import (
     save_checkpoint,
     save_state_dict_as_huggingface_format,
 )
-from hp_checkpoint.manifest import Manifest
-from hp_checkpoint.models import load_model, save_model
-from hp_checkpoint.planners import StandardLoadPlanner, StandardSavePlanner
-from hp_checkpoint.retention import Keep
+from hp_checkpoint.formats.models import load_model, save_model
+from hp_checkpoint.saving.async_save import AsyncSaveResponse, async_save
+from hp_checkpoint.saving.background import Committed, Pending
+from hp_checkpoint.saving.planners import StandardLoadPlanner, StandardSavePlanner
 
 __all__ = [
     "AsyncSaveResponse",

@@ -9,16 +9,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hp_checkpoint.arrangements import Layout, check_layout
-from hp_checkpoint.dcp import dcp_values, is_dcp
-from hp_checkpoint.file_systems import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader, bytes_of, place_of
-from hp_checkpoint.loading import Verify, load_tensors, read_tree
-from hp_checkpoint.manifest import Manifest, entry_of
-from hp_checkpoint.planners import StandardLoadPlanner, StandardSavePlanner, planner_or
-from hp_checkpoint.ranks import Ranks
-from hp_checkpoint.saving import STATE, save_state
-from hp_checkpoint.sources import has_safetensors
-from hp_checkpoint.state import (
+from hp_checkpoint.disk.file_systems import (
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageReader,
+    bytes_of,
+    place_of,
+)
+from hp_checkpoint.disk.manifest import Manifest, entry_of
+from hp_checkpoint.formats.dcp import dcp_values, is_dcp
+from hp_checkpoint.layout.state import (
     Address,
     State,
     Unreadable,
@@ -30,7 +30,13 @@ from hp_checkpoint.state import (
     values_of,
     without_tensors,
 )
-from hp_checkpoint.tied import checked_tensors
+from hp_checkpoint.layout.tied import checked_tensors
+from hp_checkpoint.loading.loading import Verify, load_tensors, read_tree
+from hp_checkpoint.loading.sources import has_safetensors
+from hp_checkpoint.recovery.ranks import Ranks
+from hp_checkpoint.saving.arrangements import Layout, check_layout
+from hp_checkpoint.saving.planners import StandardLoadPlanner, StandardSavePlanner, planner_or
+from hp_checkpoint.saving.saving import STATE, save_state
 
 __all__ = ["checked", "flattened", "load", "read_values", "save", "versions"]
 

@@ -13,21 +13,21 @@ from typing import Any, Literal
 import numpy as np
 
 from hp_checkpoint.api import versions
-from hp_checkpoint.arrangements import Layout, check_layout
-from hp_checkpoint.background import Committed, Pending, Writer
-from hp_checkpoint.files import Entry
-from hp_checkpoint.loading import Verify, load_tensors, read_tree
-from hp_checkpoint.manifest import Manifest
-from hp_checkpoint.models import ADAPTER, MODEL, Adapter, check_unexpected, config_texts, of_model, saved_part
+from hp_checkpoint.disk.files import Entry
+from hp_checkpoint.disk.manifest import Manifest
+from hp_checkpoint.disk.retention import Keep, prune, step_folder, steps_in
+from hp_checkpoint.disk.storage import local_folder
+from hp_checkpoint.formats.models import ADAPTER, MODEL, Adapter, check_unexpected, config_texts, of_model, saved_part
+from hp_checkpoint.layout.state import Address, State, decode, flatten
+from hp_checkpoint.layout.tensors import array_of, kind_of
+from hp_checkpoint.layout.tied import checked_tensors
+from hp_checkpoint.loading.loading import Verify, load_tensors, read_tree
+from hp_checkpoint.loading.sources import open_checkpoint
 from hp_checkpoint.port import OptimizerState, port
-from hp_checkpoint.ranks import Ranks
-from hp_checkpoint.retention import Keep, prune, step_folder, steps_in
-from hp_checkpoint.saving import STATE, prepare_save, save_state
-from hp_checkpoint.sources import open_checkpoint
-from hp_checkpoint.state import Address, State, decode, flatten
-from hp_checkpoint.storage import local_folder
-from hp_checkpoint.tensors import array_of, kind_of
-from hp_checkpoint.tied import checked_tensors
+from hp_checkpoint.recovery.ranks import Ranks
+from hp_checkpoint.saving.arrangements import Layout, check_layout
+from hp_checkpoint.saving.background import Committed, Pending, Writer
+from hp_checkpoint.saving.saving import STATE, prepare_save, save_state
 
 __all__ = ["Checkpointer", "Keep", "Loaded", "training_state"]
 

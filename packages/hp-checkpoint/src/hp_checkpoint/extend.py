@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from hp_checkpoint.api import read_values
-from hp_checkpoint.dcp_export import to_dcp
-from hp_checkpoint.export import TOKENIZER_FILES, to_hugging_face
-from hp_checkpoint.files import Chunk, Entry, Kind
-from hp_checkpoint.last_words import LastWords
-from hp_checkpoint.loading import load_tensors
-from hp_checkpoint.models import Adapter
-from hp_checkpoint.ranks import Ranks
-from hp_checkpoint.retention import metrics_in, prune, steps_in
-from hp_checkpoint.sources import has_safetensors, open_checkpoint
-from hp_checkpoint.storage import local_folder
-from hp_checkpoint.tools import Difference, diff, faults, summary
+from hp_checkpoint.disk.files import Chunk, Entry, Kind
+from hp_checkpoint.disk.retention import metrics_in, prune, steps_in
+from hp_checkpoint.disk.storage import local_folder
+from hp_checkpoint.disk.tools import Difference, diff, faults, summary
+from hp_checkpoint.formats.dcp_export import to_dcp
+from hp_checkpoint.formats.export import TOKENIZER_FILES, to_hugging_face
+from hp_checkpoint.formats.models import Adapter
+from hp_checkpoint.loading.loading import load_tensors
+from hp_checkpoint.loading.sources import has_safetensors, open_checkpoint
+from hp_checkpoint.recovery.emergency_save import LastWords
+from hp_checkpoint.recovery.ranks import Ranks
 
 __all__ = [
     "Adapter",

@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from hp_checkpoint import Checkpointer, CheckpointError, background, storage
-from hp_checkpoint.retention import Keep, steps_in
-from hp_checkpoint.snapshot import Arena
-from hp_checkpoint.writer import _gathered
+from hp_checkpoint import Checkpointer, CheckpointError
+from hp_checkpoint.disk import storage
+from hp_checkpoint.disk.retention import Keep, steps_in
+from hp_checkpoint.disk.storage import Arena
+from hp_checkpoint.saving import background
+from hp_checkpoint.saving.writer_process import _gathered
 from hp_dtensor import init_device_mesh
 from hp_fsdp import fully_shard
 from hp_platform import LostRankError, get_platform
@@ -297,7 +299,8 @@ def lose(*_):
 def test_a_reply_that_nobody_reads_is_no_failure():
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-c", "from hp_checkpoint import writer; writer._reply(end=True)"]
+    program = "from hp_checkpoint.saving import writer_process; writer_process._reply(end=True)"
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=300)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")

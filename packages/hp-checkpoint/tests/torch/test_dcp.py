@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hp_checkpoint import InvalidCheckpointError, load, load_model
-from hp_checkpoint.files import Chunk, Entry, Kind, check_cover
+from hp_checkpoint.disk.files import Chunk, Entry, Kind, check_cover
 from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks

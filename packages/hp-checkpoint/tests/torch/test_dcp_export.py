@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from hp_checkpoint import dcp_export, load, save
-from hp_checkpoint.dcp_export import blocks, to_dcp
+from hp_checkpoint import load, save
 from hp_checkpoint.extend import diff, to_hugging_face
-from hp_checkpoint.pickling import Call, Name, pickled
+from hp_checkpoint.formats import dcp_export
+from hp_checkpoint.formats.dcp_export import Call, Name, blocks, pickled, to_dcp
 from hp_dtensor import distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_tensor, device_type, on_ranks

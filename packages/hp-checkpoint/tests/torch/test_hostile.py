@@ -14,11 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hp_checkpoint import InvalidCheckpointError, load, load_checkpoint, load_model, save
-from hp_checkpoint.manifest import Manifest, sealed
-from hp_checkpoint.pickles import value_names
-from hp_checkpoint.tools import summary
-from hp_checkpoint.torch_files import torch_file
-from hp_checkpoint.unpickling import read_pickle
+from hp_checkpoint.disk.manifest import Manifest, sealed
+from hp_checkpoint.disk.tools import summary
+from hp_checkpoint.formats.torch_files import torch_file, value_names
+from hp_checkpoint.formats.unpickling import read_pickle
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # pytest imports tests by their path
 from mutants import _bomb
@@ -199,7 +198,7 @@ def test_a_manifest_with_other_types_is_named(tmp_path, key, value):
 
 
 def test_values_beside_much_data_may_be_many():
-    from hp_checkpoint.json_texts import check_values
+    from hp_checkpoint.disk.json_texts import check_values
 
     content = json.dumps([0] * 4_100_000).encode()
     check_values(content, 20_000_000, "here")

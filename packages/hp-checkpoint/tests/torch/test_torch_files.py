@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hp_checkpoint import InvalidCheckpointError, convert_full_checkpoint_to_dcp, dcp_to_full_state_dict
 from hp_checkpoint.extend import to_hugging_face
-from hp_checkpoint.torch_files import torch_file
+from hp_checkpoint.formats.torch_files import torch_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated")
 

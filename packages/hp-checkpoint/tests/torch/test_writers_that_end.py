@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hp_checkpoint import writer
+from hp_checkpoint.saving import writer_process as writer
 
 SPAWN = multiprocessing.get_context("spawn")
 pytestmark = pytest.mark.not_on("torch-npu-sim", reason="nothing of the device in it")

@@ -11,9 +11,8 @@ from hp_pipeline.orders.steps import MetaStep, MetaStepType, Order
 from hp_pipeline.orders.synthesis import synthesize
 from hp_pipeline.running.agreement import PipelineError
 from hp_pipeline.running.overlap import CommComputeOverlap, HookCoordinator
-from hp_pipeline.running.slices import BatchDimSpec, SequenceState
-from hp_pipeline.schedule import PipelineSchedule
-from hp_pipeline.schedule_kinds import (
+from hp_pipeline.running.schedule import PipelineSchedule
+from hp_pipeline.running.schedule_kinds import (
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -26,6 +25,7 @@ from hp_pipeline.schedule_kinds import (
     ScheduleZB1P,
     ScheduleZBV,
 )
+from hp_pipeline.running.slices import BatchDimSpec, SequenceState
 from hp_pipeline.stages.shared import SharedParameterInfo
 from hp_pipeline.stages.split import Split, split_model
 from hp_pipeline.stages.stage import PipelineStage

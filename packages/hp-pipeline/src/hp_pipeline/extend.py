@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hp_pipeline import schedules
-from hp_pipeline.orders.drawing import to_svg, to_text
+from hp_pipeline.drawing import to_svg, to_text
 from hp_pipeline.orders.needs import open_forwards
 from hp_pipeline.orders.pipeline import Shape
 from hp_pipeline.orders.steps import compute_parts

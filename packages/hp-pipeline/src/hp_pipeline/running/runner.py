@@ -14,16 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hp_pipeline.orders.checking import parts_of
-from hp_pipeline.orders.simulation import halves
-from hp_pipeline.orders.steps import SHARDING, SWAPPING, MetaStep, MetaStepType, Order
-from hp_pipeline.port import port
-from hp_pipeline.running.agreement import Agreement, GivingUp, PipelineError, gave_up
-from hp_pipeline.running.channels import FAILED, Again, Failed, Message
-from hp_pipeline.running.sharded import ShardedStage
-from hp_pipeline.running.slices import KEYWORD, Arrived, Flow, SequenceState, whole_losses
-from hp_pipeline.running.swapping import MOVES
-from hp_pipeline.running.wiring import (
+from hp_pipeline.messages.channels import FAILED, Again, Failed, Message
+from hp_pipeline.messages.wiring import (
     AnyChannel,
     Key,
     Piece,
@@ -33,13 +25,21 @@ from hp_pipeline.running.wiring import (
     receipts,
     stage_facts,
 )
+from hp_pipeline.orders.checking import parts_of
+from hp_pipeline.orders.simulation import halves
+from hp_pipeline.orders.steps import SHARDING, SWAPPING, MetaStep, MetaStepType, Order
+from hp_pipeline.port import port
+from hp_pipeline.running.agreement import Agreement, GivingUp, PipelineError, gave_up
+from hp_pipeline.running.sharded import ShardedStage
+from hp_pipeline.running.slices import KEYWORD, Arrived, Flow, SequenceState, whole_losses
+from hp_pipeline.running.swapping import MOVES
 from hp_pipeline.stages.shared import SharedParameters
 from hp_pipeline.stages.stage import PipelineStage
 from hp_platform import LostRankError
 from hp_platform.extend import FailedRankError
 
 if TYPE_CHECKING:
-    from hp_pipeline.schedule import PipelineSchedule
+    from hp_pipeline.running.schedule import PipelineSchedule
 
 __all__ = ["Runner"]
 

@@ -14,8 +14,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hp_pipeline.messages.channels import Message
 from hp_pipeline.port import Arrival, port
-from hp_pipeline.running.channels import Message
 from hp_pipeline.stages.stage import PipelineStage
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hp_pipeline.schedule import PipelineSchedule
+from hp_pipeline.running.schedule import PipelineSchedule
 from hp_pipeline.stages.split import merge_names
 
 __all__ = ["PipelinedModel"]

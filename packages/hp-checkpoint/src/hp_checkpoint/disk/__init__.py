@@ -1,0 +1,1 @@
+"""A checkpoint on disk: its files, its manifest, and which are kept."""

@@ -1,0 +1,316 @@
+"""The manifest: a checkpoint's tensors and files with checksums; a folder is a checkpoint if its manifest is right.
+
+Note [Checksums]
+    A checksum is xxh3-64 of the bytes that one rank wrote into one block of a file: strided runs, in the order of the
+    file. So a rank computes it on the way to the file, and nothing is read again; and a reader that has a block can
+    verify it without any other. The checksums of a file cover all of its bytes, its header's too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from hp_checkpoint.disk.files import (
+    DTYPES,
+    Chunk,
+    Entry,
+    Kind,
+    check_cover,
+    check_file_name,
+    check_overlaps,
+    sizes_of,
+    whole,
+)
+from hp_checkpoint.disk.json_texts import strict_json
+from hp_checkpoint.disk.storage import MANIFEST
+from hp_checkpoint.errors import InvalidCheckpointError, shown
+from hp_checkpoint.layout.pieces import gather
+
+__all__ = ["BLOCK", "MANIFEST", "VERSION", "FileSums", "Manifest", "as_json", "checksum", "entry_of", "sealed"]
+
+VERSION = 2  # the first with tensors in chunks; a manifest without them is of version 1
+BLOCK = 8 << 20
+_LARGEST_BLOCK = 1 << 30  # a reader has memory for one
+_SMALL = 64 << 10  # checksums of fewer bytes are joined to units
+_HASH = ',"hash":"'
+_DIGEST = 16
+
+
+def checksum(data: np.ndarray) -> int:
+    """Return the xxh3-64 of bytes."""
+    return xxhash.xxh3_64_intdigest(data.data)
+
+
+def sealed(tree: Mapping[str, Any]) -> bytes:
+    """Return the content of a manifest's file; its last entry is the hash of what is before it."""
+    text = json.dumps(tree, separators=(",", ":"), ensure_ascii=False).encode()[:-1]
+    return text + f'{_HASH}{_digest(text)}"}}'.encode()
+
+
+def as_json(metric: float | None) -> float | str | None:
+    """Return a metric as JSON has it: as a text where it is not finite."""
+    return metric if metric is None or isfinite(metric) else str(metric)
+
+
+@dataclass(frozen=True, slots=True)
+class FileSums:
+    """A file's size, and its checksums: rows of (first, length, count, stride, checksum), ascending."""
+
+    size: int
+    rows: tuple[tuple[int, int, int, int, int], ...]
+
+    def within(self, start: int, stop: int) -> tuple[tuple[int, int, int, int, int], ...]:
+        """List the rows of a range of the file that doesn't cut a checksum's bytes."""
+        low, high = (bisect_left(self.rows, (at,)) for at in (start, stop))
+        return self.rows[low:high]
+
+    def cuts(self, block_bytes: int) -> list[int]:
+        """Return where units start: at blocks, and between contiguous checksums; see Note [Units] in `reads`."""
+        blocks = range(0, self.size, block_bytes)
+        result: list[int] = []
+        for start in blocks:
+            rows = self.within(start, start + block_bytes)
+            result.append(start)
+            if all(row[2] == 1 for row in rows):
+                for first, length, *_ in rows:
+                    if first - result[-1] >= _SMALL or length >= _SMALL and first > start:
+                        result.append(first)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content of ``manifest.json``.
+
+    Attributes:
+        step: the training step; None if it has none.
+        parts: the tensors of each part, by name.
+        files: sizes and checksums of all files but the manifest.
+        aliases: of each part, other names of tensors.
+        block_bytes: bytes of a block.
+        versions: versions of what wrote it.
+        metric: of the model, as `Keep` compares them; None if it has none.
+    """
+
+    step: int | None
+    parts: Mapping[str, Mapping[str, Entry]]
+    files: Mapping[str, FileSums]
+    aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    block_bytes: int = BLOCK
+    versions: Mapping[str, str] = field(default_factory=dict)
+    metric: float | None = None
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content."""
+        return sealed(self.tree())
+
+    def tree(self) -> dict[str, Any]:
+        """Return the content as JSON values, without the hash."""
+        chunked = any(not entry.file for inner in self.parts.values() for entry in inner.values())
+        return {
+            "version": VERSION if chunked else 1,
+            "step": self.step,
+            "metric": as_json(self.metric),
+            "block_bytes": self.block_bytes,
+            "versions": dict(self.versions),
+            "parts": {part: {name: _packed(e) for name, e in inner.items()} for part, inner in self.parts.items()},
+            "aliases": {part: dict(names) for part, names in self.aliases.items()},
+            "files": {
+                name: {"size": file.size, "sums": [[*row[:4], f"{row[4]:016x}"] for row in file.rows]}
+                for name, file in self.files.items()
+            },
+        }
+
+    @staticmethod
+    def from_bytes(content: bytes, where: str) -> Manifest:
+        """Read a manifest.
+
+        Args:
+            content: of the file.
+            where: its path, for errors.
+
+        Raises:
+            InvalidCheckpointError: its hash is wrong, it is of a newer version, or it contradicts itself.
+        """
+        text, mark, rest = content.rpartition(_HASH.encode())
+        if not mark or rest != f'{_digest(text)}"}}'.encode():
+            newer = _version_of(content)
+            if newer is not None and newer > VERSION:
+                raise _newer(where, newer)
+            raise InvalidCheckpointError(
+                f"{where}: its hash is wrong: the file was changed, or not written to its end. Load an older checkpoint"
+            )
+        tree = strict_json(content, where)
+        newer = tree.get("version")
+        if isinstance(newer, int) and newer > VERSION:
+            raise _newer(where, newer)
+        try:
+            return _parsed(tree, where)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+            if isinstance(error, InvalidCheckpointError):
+                raise
+            text = f"{where} is not a manifest: {type(error).__name__}: {str(error)[:300]}"
+            raise InvalidCheckpointError(text) from None
+
+    def verify(self, path: Path, start: int, data: np.ndarray) -> None:
+        """Compare a range of a file, which doesn't cut a checksum's bytes, with its checksums.
+
+        Args:
+            path: of the file.
+            start: the range's first byte.
+            data: its bytes.
+
+        Raises:
+            InvalidCheckpointError: it differs; the text names file, block and tensors.
+        """
+        for row in self.files[path.name].within(start, start + len(data)):
+            first, length, count, stride, expected = row
+            if checksum(gather(data, first - start, length, count, stride)) != expected:
+                raise self.changed(path, row)
+
+    def changed(self, path: Path, row: tuple[int, int, int, int, int]) -> InvalidCheckpointError:
+        """Return the error for bytes that differ from their checksum."""
+        first, length, count, stride, _ = row
+        stop = first + (count - 1) * stride + length
+        return InvalidCheckpointError(
+            f"{path}: bytes {first:,} to {stop:,} (block {first // self.block_bytes}) differ from their checksum:"
+            f" {self._content(path.name, first, stop)} changed since the save. Load another checkpoint"
+        )
+
+    def _content(self, file: str, start: int, stop: int) -> str:
+        """Name what a range of a file has."""
+        entries = [entry for inner in self.parts.values() for entry in inner.values()]
+        places = [(entry.name, *place) for entry in entries for of, *place in _places(entry) if of == file]
+        names = list(dict.fromkeys(name for name, low, high in places if low < stop and high > start))
+        if names:
+            return f"tensor {', '.join(map(repr, names[:3]))}"
+        return "the header" if places else "its content"
+
+
+def entry_of(manifest: Manifest, address: tuple[str, str]) -> Entry | None:
+    """Return the tensor of an address, its part and its name, which may be another name of it; None without."""
+    part, name = address
+    entries = manifest.parts.get(part, {})
+    return entries.get(name) or entries.get(manifest.aliases.get(part, {}).get(name, ""))
+
+
+def _places(entry: Entry) -> Iterator[tuple[str, int, int]]:
+    """List where a tensor is: files with first byte and end."""
+    if not entry.chunks:
+        yield entry.file, entry.offset, entry.offset + entry.kind.nbytes
+    for chunk in entry.chunks:
+        last = sum((size - 1) * stride for size, stride in zip(chunk.sizes, chunk.strides, strict=True))
+        yield chunk.file, chunk.offset, chunk.offset + (last + 1) * entry.kind.itemsize
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=_DIGEST).hexdigest()
+
+
+def _newer(where: str, version: Any) -> InvalidCheckpointError:
+    return InvalidCheckpointError(
+        f"{where}: it has format version {version}, this hp-checkpoint reads up to {VERSION}. Update hp-checkpoint"
+    )
+
+
+def _version_of(content: bytes) -> int | None:
+    try:
+        version = strict_json(content, "").get("version")
+    except InvalidCheckpointError:
+        return None
+    return version if isinstance(version, int) else None
+
+
+def _packed(entry: Entry) -> list[Any]:
+    kind: list[Any] = [entry.kind.dtype, list(entry.kind.shape)]
+    if entry.file:
+        return [*kind, entry.file, entry.offset]
+    return [*kind, [[each.file, each.offset, list(each.offsets), list(each.sizes)] for each in entry.chunks]]
+
+
+def _parsed(tree: dict[str, Any], where: str) -> Manifest:
+    block_bytes = whole(tree["block_bytes"])
+    if not 0 < block_bytes <= _LARGEST_BLOCK:
+        raise InvalidCheckpointError(f"{where}: its blocks have {block_bytes} bytes, expected 1 to {_LARGEST_BLOCK}")
+    files = {
+        check_file_name(name, where): FileSums(whole(file["size"]), _rows(file["sums"]))
+        for name, file in tree["files"].items()
+    }
+    for name, file in files.items():
+        _check_cover(name, file, block_bytes, where)
+    parts: dict[str, dict[str, Entry]] = {}
+    by_file: dict[str, list[Entry]] = {}
+    for part, inner in tree["parts"].items():
+        parts[part] = {}
+        for name, (dtype, shape, *place) in inner.items():
+            chunked = len(place) == 1
+            ranges = [(file, at, tuple(box)) for file, at, _, box in place[0]] if chunked else [(*place, tuple(shape))]
+            for file, offset, sizes in ranges:
+                end = whole(offset) + prod(map(whole, sizes)) * DTYPES.get(dtype, 0)
+                if dtype not in DTYPES or file not in files or end > files[file].size:
+                    raise InvalidCheckpointError(
+                        f"{where}: tensor {shown(name)}, {shown(dtype)} of shape {shown(list(sizes))} at"
+                        f" {shown(offset)} of {shown(file)}, is in no file of it"
+                    )
+                by_file.setdefault(file, []).append(Entry(name, Kind(dtype, sizes), file, offset))
+            kind = Kind(dtype, sizes_of(shape))
+            parts[part][name] = _in_chunks(name, kind, place[0], where) if chunked else Entry(name, kind, *place)
+    for file, entries in by_file.items():
+        check_overlaps(f"{where}: {file}", entries)
+    step, versions, aliases = tree["step"], tree["versions"], tree["aliases"]
+    if step is not None:
+        whole(step)
+    for names in (versions, *aliases.values()):
+        if not isinstance(names, dict) or not all(isinstance(text, str) for text in names.values()):
+            raise ValueError(f"{shown(names)}, expected texts by name")
+    return Manifest(step, parts, files, aliases, block_bytes, versions, _metric(tree))
+
+
+def _in_chunks(name: str, kind: Kind, boxes: Sequence[Sequence[Any]], where: str) -> Entry:
+    """Return a tensor that is stored in chunks, after a check that they are all of it."""
+    if kind.dtype not in DTYPES:
+        raise InvalidCheckpointError(f"{where}: tensor {shown(name)} has dtype {shown(kind.dtype)}, which is not known")
+    chunks = tuple(
+        Chunk.dense(tuple(map(whole, start)), tuple(sizes), file, offset) for file, offset, start, sizes in boxes
+    )
+    entry = Entry(name, kind, "", 0, chunks)
+    check_cover(where, entry, chunks)
+    return entry
+
+
+def _metric(tree: Mapping[str, Any]) -> float | None:
+    """Return the metric of a manifest; those of older versions have none."""
+    value = tree.get("metric")
+    if isinstance(value, bool):
+        raise ValueError(f"the metric is {value}, expected a number")
+    return None if value is None else float(value)
+
+
+def _rows(sums: Sequence[Sequence[Any]]) -> tuple[tuple[int, int, int, int, int], ...]:
+    return tuple(sorted((whole(f), whole(n), whole(c), whole(s), int(value, 16)) for f, n, c, s, value in sums))
+
+
+def _check_cover(name: str, file: FileSums, block_bytes: int, where: str) -> None:
+    """Check that the checksums of each block are of as many bytes as it has."""
+    covered: dict[int, int] = {}
+    for first, length, count, stride, _ in file.rows:
+        block, end = first // block_bytes, first + (count - 1) * stride + length
+        if not length or not count or end > min((block + 1) * block_bytes, file.size):
+            raise InvalidCheckpointError(
+                f"{where}: a checksum of {name} is of bytes {first} to {end}, in no block of it"
+            )
+        covered[block] = covered.get(block, 0) + length * count
+    for block in range(-(-file.size // block_bytes)):
+        count = covered.get(block, 0)
+        if count != min(block_bytes, file.size - block * block_bytes):
+            raise InvalidCheckpointError(f"{where}: the checksums of {name} are of {count} bytes of block {block}")

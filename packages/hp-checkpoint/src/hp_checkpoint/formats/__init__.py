@@ -1,0 +1,1 @@
+"""Formats of checkpoints and of their numbers: read in place, written in bounded memory."""

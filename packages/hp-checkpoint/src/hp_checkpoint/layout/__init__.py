@@ -1,0 +1,1 @@
+"""States as tensors by name, and the pieces of each that a rank has."""

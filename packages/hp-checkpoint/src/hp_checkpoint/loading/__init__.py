@@ -1,0 +1,1 @@
+"""Loading: each byte read once over all ranks."""

@@ -1,0 +1,1 @@
+"""Saving: planned by all ranks, written in place, committed once."""

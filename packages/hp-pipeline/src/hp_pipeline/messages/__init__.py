@@ -1,0 +1,1 @@
+"""Messages between the stages: who sends what to whom, and how."""
