@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hp_moe.dispatch import Dispatch, Message, fit
+from hp_moe.routes.dispatch import Dispatch, Message, fit
 
 
 def test_rows_arrive_ordered_by_expert_and_source():

@@ -153,7 +153,7 @@ def test_experts_of_llama_4_are_refused():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
-    from hp_moe.experts import check_module, describe
+    from hp_moe.layer.experts import check_module, describe
 
     experts = Llama4TextExperts(transformers.Llama4TextConfig(hidden_size=8, intermediate_size=4, num_local_experts=2))
     with pytest.raises(TypeError, match="Llama4TextExperts"):

@@ -13,7 +13,7 @@ from moe_models import OWN, Float64, build, experts
 
 import hp_moe.torch.library as library
 from hp_moe import register_experts
-from hp_moe.experts import compute
+from hp_moe.layer.experts import compute
 from hp_testing import device_type
 
 pytest.importorskip("transformers", reason="transformers is not installed")

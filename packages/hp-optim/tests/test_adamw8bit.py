@@ -20,7 +20,15 @@ from hp_dtensor.extend import boxes
 from hp_fsdp import fully_shard, get_optimizer_state_dict, set_optimizer_state_dict
 from hp_optim import AdamW, AdamW8bit
 from hp_optim.eight_bit import leaves_blocks_whole
-from hp_optim.torch.coded import _compiled, decoded_mean, decoded_square, dithers, encoded_mean, encoded_square, nearest
+from hp_optim.torch.states.quantized import (
+    _compiled,
+    decoded_mean,
+    decoded_square,
+    dithers,
+    encoded_mean,
+    encoded_square,
+    nearest,
+)
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
@@ -214,7 +222,7 @@ def test_other_dtypes_and_sizes_that_are_no_multiples(dtype: torch.dtype):
 def test_compiled_and_not(monkeypatch: pytest.MonkeyPatch, backend: str):
     """One graph of any number of blocks; inductor makes code of it, in half a minute."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    monkeypatch.setattr("hp_optim.torch.coded._compiled", functools.cache(_compiled.__wrapped__))
+    monkeypatch.setattr("hp_optim.torch.states.quantized._compiled", functools.cache(_compiled.__wrapped__))
     torch._dynamo.reset()
     counters = importlib.import_module("torch._dynamo.utils").counters
     counters.clear()

@@ -10,9 +10,9 @@ import pytest
 
 from hp_dtensor import Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.sharding import take
-from hp_optim.gathers import gathers_of, view
-from hp_optim.ownership import OwnerPlan, Placed, assign
-from hp_optim.rules import MatrixRule, split
+from hp_optim.muon.index_copy import gathers_of, view
+from hp_optim.muon.ownership import OwnerPlan, Placed, assign
+from hp_optim.muon.rules import MatrixRule, split
 
 R = Replicate()
 

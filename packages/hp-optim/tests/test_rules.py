@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from hp_optim.rules import Matrix, MatrixRule, rule_of, split
+from hp_optim.muon.rules import Matrix, MatrixRule, rule_of, split
 
 
 def cut(shape: tuple[int, ...], rule: MatrixRule | None) -> list[np.ndarray]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hp_moe.capacity import Drops, report_drops
-from hp_moe.overlap import overlap_experts
-from hp_moe.placement import ExpertPlacement, plan_replicas
-from hp_moe.placement_state import get_placement_state, set_placement_state
-from hp_moe.placing import place_experts, rebalance
+from hp_moe.layer.overlap import overlap_experts
+from hp_moe.placement.placement import ExpertPlacement, plan_replicas
+from hp_moe.placement.rebalancing import get_placement_state, place_experts, rebalance, set_placement_state
+from hp_moe.routes.capacity import Drops, report_drops
 from hp_moe.styles import BaseExpertParallel, ExpertParallel, ExpertTensorParallel, TensorParallel
 from hp_platform.extend import lazy_exports
 

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, _Function, mint, nn
 from mindspore.graph.api import _pynative_executor
 
-from hp_moe.checks import check_counted_together
+from hp_moe.layer.checks import check_counted_together
 from hp_platform import get_platform
 
 __all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "recomputes", "update_expert_bias"]

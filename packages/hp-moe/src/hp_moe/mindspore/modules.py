@@ -9,8 +9,8 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from hp_moe.checks import check_bias, check_router
-from hp_moe.experts import compute, describe
+from hp_moe.layer.checks import check_bias, check_router
+from hp_moe.layer.experts import compute, describe
 from hp_moe.mindspore.balance import attach_loss, balance_loss, count
 from hp_moe.mindspore.exchange import Spread
 from hp_moe.mindspore.port import order, swiglu

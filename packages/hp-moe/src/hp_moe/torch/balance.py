@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_moe.checks import check_counted_together
+from hp_moe.layer.checks import check_counted_together
 from hp_platform import get_platform
 
 __all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "recomputes", "update_expert_bias"]

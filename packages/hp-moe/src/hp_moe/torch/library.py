@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hp_moe.experts import compute, describe
+from hp_moe.layer.experts import compute, describe
 from hp_moe.torch.port import count, message, not_finite, order, slots, spread
 
 __all__ = ["register_experts"]

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hp_moe.checks import check_bias, check_router
-from hp_moe.experts import compute, describe
+from hp_moe.layer.checks import check_bias, check_router
+from hp_moe.layer.experts import compute, describe
 from hp_moe.torch.balance import attach_loss, balance_loss, count
 from hp_moe.torch.port import order, spread
 

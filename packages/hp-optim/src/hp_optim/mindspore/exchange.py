@@ -1,4 +1,4 @@
-"""What `hp_optim.ownership.Exchange` plans, done with gathers.
+"""What `hp_optim.muon.ownership.Exchange` plans, done with gathers.
 
 Each message to owners begins with its flags: which gradients of the sender are not finite, and whether it can't step by
 this plan. There is such a message between any two ranks, so all of them know after the first exchange.
@@ -13,8 +13,8 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, ops
 
-from hp_optim.gathers import gathers_of
-from hp_optim.ownership import OwnerPlan
+from hp_optim.muon.index_copy import gathers_of
+from hp_optim.muon.ownership import OwnerPlan
 from hp_platform import collectives, get_platform
 
 __all__ = ["Exchanger"]

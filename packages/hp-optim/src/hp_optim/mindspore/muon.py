@@ -13,14 +13,13 @@ from mindspore.experimental.optim.optimizer import Optimizer
 from hp_dtensor import SkipDTensorDispatch
 from hp_dtensor.mindspore.extend import DTensor, local_mode, local_view, set_local
 from hp_optim.agreement import agree_on
-from hp_optim.head_wise import all_rules
 from hp_optim.mindspore.exchange import Exchanger
 from hp_optim.mindspore.newton_schulz import compute_dtype, orthogonalize, scalar
-from hp_optim.newton_schulz import Orthogonalization
+from hp_optim.muon.newton_schulz import Orthogonalization
+from hp_optim.muon.ownership import OwnerPlan, Placed
+from hp_optim.muon.rules import MatrixRule, all_rules, rule_of, split
+from hp_optim.muon.world import owner_plan, placed_as, world_of
 from hp_optim.options import broken_gradient, check_gradients, check_group, check_options, muon_defaults
-from hp_optim.ownership import OwnerPlan, Placed
-from hp_optim.rules import MatrixRule, rule_of, split
-from hp_optim.world import owner_plan, placed_as, world_of
 from hp_platform import get_platform
 from hp_platform.extend import own_rank
 

@@ -1,4 +1,4 @@
-"""AdamW on blocks of memory; see Note [Runs] in `hp_optim.torch.blocks`."""
+"""AdamW on blocks of memory; see Note [Runs] in `hp_optim.torch.states.blocks`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from hp_dtensor.torch.extend import refuse_foreign
 from hp_optim.options import broken_gradient, check_group, check_once, check_options, parameter_names
 from hp_optim.roster import Roster
-from hp_optim.torch.blocks import Block, Members, Resident
-from hp_optim.torch.copies import compact
 from hp_optim.torch.finiteness import broken_gradients
-from hp_optim.torch.states import Moved, begin_anew
+from hp_optim.torch.states.blocks import Block, Members, Resident
+from hp_optim.torch.states.copies import compact
+from hp_optim.torch.states.loaded import Moved, begin_anew
 
 __all__ = ["AdamW"]
 

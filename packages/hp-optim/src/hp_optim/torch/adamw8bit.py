@@ -1,4 +1,4 @@
-"""AdamW whose states have eight bits an element; see Note [Codes] in `hp_optim.torch.coded`."""
+"""AdamW whose states have eight bits an element; see Note [Codes] in `hp_optim.torch.states.quantized`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hp_dtensor.torch.extend import DTensor
 from hp_optim.eight_bit import BLOCK, CODED_NUMEL, check_blocks
 from hp_optim.options import parameter_names
 from hp_optim.torch.adamw import AdamW
-from hp_optim.torch.blocks import Block, Members, Resident, view_like, wrapped_like
-from hp_optim.torch.coded import (
+from hp_optim.torch.states.blocks import Block, Members, Resident, view_like, wrapped_like
+from hp_optim.torch.states.quantized import (
     decoded_mean,
     decoded_square,
     dithers,
@@ -22,7 +22,7 @@ from hp_optim.torch.coded import (
     nearest,
     update,
 )
-from hp_optim.torch.transfers import held, release
+from hp_optim.torch.states.transfers import held, release
 
 __all__ = ["AdamW8bit"]
 
@@ -240,7 +240,7 @@ class CodedBlock(SmallBlock):
 
 
 class CodedRuns:
-    """Runs of parameters and of their states, as ``[blocks, 256]``; see `hp_optim.torch.runs.Runs`.
+    """Runs of parameters and of their states, as ``[blocks, 256]``; see `hp_optim.torch.states.kernel_ranges.Runs`.
 
     Args:
         block: whose parameters they are.
@@ -295,7 +295,7 @@ class CodedRuns:
 
 
 def _numbers(group: dict[str, Any], step: torch.Tensor) -> torch.Tensor:
-    """Return the factors of a step, in float32: see `hp_optim.torch.coded`."""
+    """Return the factors of a step, in float32: see `hp_optim.torch.states.quantized`."""
     beta1, beta2 = group["betas"]
     count = step.to(torch.float64)
     lr = torch.as_tensor(group["lr"], dtype=torch.float64, device=step.device)

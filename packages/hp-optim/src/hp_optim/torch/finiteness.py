@@ -10,10 +10,10 @@ import torch
 
 from hp_dtensor.torch.extend import DTensor
 from hp_optim.agreement import agree_on
+from hp_optim.muon.world import world_of
 from hp_optim.options import parameter_names
 from hp_optim.torch.agreement import told
-from hp_optim.torch.layouts import local_device
-from hp_optim.world import world_of
+from hp_optim.torch.exchanges.layouts import local_device
 from hp_platform import collectives, get_platform
 
 __all__ = ["broken_gradients"]

@@ -12,20 +12,19 @@ from torch.optim.optimizer import Optimizer
 
 from hp_dtensor.torch.extend import refuse_foreign
 from hp_optim.agreement import agree_on
-from hp_optim.head_wise import all_rules
-from hp_optim.newton_schulz import Orthogonalization
+from hp_optim.muon.newton_schulz import Orthogonalization
+from hp_optim.muon.rules import MatrixRule, all_rules, rule_of, split
+from hp_optim.muon.world import world_of
 from hp_optim.options import check_group, check_once, check_options, muon_defaults, parameter_names, sparse_gradient
 from hp_optim.roster import Roster
-from hp_optim.rules import MatrixRule, rule_of, split
 from hp_optim.torch.agreement import told
-from hp_optim.torch.bucket import Bucket, Member
-from hp_optim.torch.copies import compact
-from hp_optim.torch.layouts import device_for, is_distributed, layout_of, local_device, meshes_of, placed_on
-from hp_optim.torch.momenta import Momenta
-from hp_optim.torch.plans import Look, Plan
-from hp_optim.torch.states import begin_anew, check_state
-from hp_optim.torch.transfers import release
-from hp_optim.world import world_of
+from hp_optim.torch.exchanges.bucket import Bucket, Member
+from hp_optim.torch.exchanges.layouts import device_for, is_distributed, layout_of, local_device, meshes_of, placed_on
+from hp_optim.torch.exchanges.plans import Look, Plan
+from hp_optim.torch.states.copies import compact
+from hp_optim.torch.states.loaded import begin_anew, check_state
+from hp_optim.torch.states.momenta import Momenta
+from hp_optim.torch.states.transfers import release
 from hp_platform.extend import own_rank
 
 __all__ = ["Muon"]

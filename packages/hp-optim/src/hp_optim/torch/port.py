@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hp_optim.torch.adamw import AdamW
 from hp_optim.torch.muon import Muon
-from hp_optim.torch.swapped import swap as swap
+from hp_optim.torch.states.on_host import swap as swap
 
 State = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""A layer of experts over ranks: its inputs, its steps and what it checks."""

@@ -1,0 +1,1 @@
+"""Where experts are: homes, replicas, and changes of both between steps."""

@@ -1,0 +1,1 @@
+"""Ways of tokens to their experts and back."""

@@ -1,0 +1,104 @@
+"""Where the rows of an exchange go, and in what order they are when they are there: integers, no framework.
+
+Note [The order of rows]
+    A rank sends a row for each token and chosen expert, ordered by (destination, expert there, token, choice). What
+    arrives is ordered by (source, expert, token); the experts compute it in the order (expert, source, token), so that
+    the sum over an expert's rows, its weight's gradient, is a sum over sources in their order. Results go back the way
+    their rows came.
+
+Note [What ranks tell each other]
+    Before the rows, each rank tells each other the rows for each of its experts, the copies of tokens, what its inputs
+    are, and how many of them are wrong: Note [What is wrong on one rank] in `hp_moe.layer.inputs`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["DISPATCHERS", "TOLD", "Dispatch", "Message", "fit"]
+
+DISPATCHERS: tuple[str, ...] = ("all_to_all", "all_gather", "deredundency")
+
+TOLD: tuple[str, ...] = ("copies", "kind", "wrong")
+"""What follows the rows for each expert in a rank's message to another."""
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One exchange, as one rank sees it: Note [The order of rows].
+
+    Attributes:
+        sent: rows to each rank.
+        received: rows from each rank.
+        sizes: rows of each expert that this rank computes, over all sources.
+        blocks: (first row, rows) of what has arrived, in the order in which it is computed.
+        copies_sent: tokens that go to each rank once, whatever the number of their experts there.
+        copies_received: the same from each rank.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    sizes: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]
+    copies_sent: tuple[int, ...]
+    copies_received: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        sent: Sequence[Sequence[int]],
+        received: Sequence[Sequence[int]],
+        copies_sent: Sequence[int] = (),
+        copies_received: Sequence[int] = (),
+    ) -> Dispatch:
+        """Plan an exchange.
+
+        Args:
+            sent: for each rank the rows for each of its experts.
+            received: from each rank the rows for each of this rank's experts.
+            copies_sent: see ``Dispatch``.
+            copies_received: see ``Dispatch``.
+        """
+        width = len(received[0])
+        ends = list(itertools.accumulate(itertools.chain.from_iterable(received), initial=0))
+        return cls(
+            tuple(map(sum, sent)),
+            tuple(map(sum, received)),
+            tuple(map(sum, zip(*received, strict=True))),
+            tuple(
+                (ends[source * width + expert], received[source][expert])
+                for expert in range(width)
+                for source in range(len(received))
+            ),
+            tuple(copies_sent),
+            tuple(copies_received),
+        )
+
+    @property
+    def sorted(self) -> bool:
+        """Tell whether what arrives is in the order in which it is computed."""
+        filled = [first for first, rows in self.blocks if rows]
+        return filled == sorted(filled)
+
+
+class Message:
+    """What one rank told another: Note [What ranks tell each other].
+
+    Attributes:
+        rows: for each of the receiver's experts.
+        told: by the names of ``TOLD``.
+        further: numbers that a route adds.
+    """
+
+    def __init__(self, numbers: Sequence[int], width: int) -> None:
+        end = width + len(TOLD)
+        self.rows, self.further = numbers[:width], numbers[end:]
+        self.told = dict(zip(TOLD, numbers[width:end], strict=True))
+
+
+def fit(received: Sequence[Message]) -> bool:
+    """Tell whether all ranks' inputs are right and of one kind, the same on all: Note [What ranks tell each other]."""
+    told = [message.told for message in received]
+    return not any(each["wrong"] for each in told) and len({each["kind"] for each in told}) == 1

@@ -1,0 +1,1 @@
+"""Muon's matrices: which rank orthogonalizes which, and what ranks send each other for it."""

@@ -1,0 +1,1 @@
+"""Muon's pieces on their way to the owners of matrices and back."""

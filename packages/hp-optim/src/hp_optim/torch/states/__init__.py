@@ -1,0 +1,1 @@
+"""Memory of optimizer states: blocks, eight-bit codes, states on the host, states that are loaded."""
