@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hp_fsdp import HSDPModule, fully_shard
-from hp_fsdp.torch.hooks import map_tensors, tensors
+from hp_fsdp.torch.steps.hooks import map_tensors, tensors
 from hp_platform import count_collectives
 from hp_testing import on_ranks
 

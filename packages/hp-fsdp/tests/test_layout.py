@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from hp_fsdp import layout, order
-from hp_fsdp.layout import FlatLayout
+from hp_fsdp.groups import layout
+from hp_fsdp.groups.layout import FlatLayout
+from hp_fsdp.steps import order
 
 
 def test_parameters_lie_one_after_the_other_and_pieces_are_equal():

@@ -94,4 +94,4 @@ def test_programs_end_by_themselves_where_one_raises():
     assert [each.returncode for each in programs] == [1] * ranks
     assert "ValueError: this rank's data are bad" in outputs[doomed]
     assert "LostRankError" not in outputs[doomed]
-    assert "hp_platform.peers.LostRankError: rank 1 was lost: its process has ended" in outputs[0]
+    assert "hp_platform.failures.peers.LostRankError: rank 1 was lost: its process has ended" in outputs[0]

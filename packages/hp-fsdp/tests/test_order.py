@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hp_fsdp.order import ExecutionOrder
+from hp_fsdp.steps.order import ExecutionOrder
 
 
 def visits(order: ExecutionOrder[str], names: str) -> list[str | None]:

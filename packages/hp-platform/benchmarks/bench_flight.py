@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import hp_platform
 from hp_platform import get_platform
-from hp_platform.flight import FlightRecorder
+from hp_platform.failures.flight import FlightRecorder
 
 
 class _Done:

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from hp_platform import flight, get_platform
-from hp_platform.flight import Channel, beating, flight_stack, note_step, read_flight, record_flight
+from hp_platform import get_platform
+from hp_platform.failures import flight
+from hp_platform.failures.flight import Channel, beating, flight_stack, note_step, read_flight, record_flight
 from hp_testing import as_tensor, on_ranks
 
 

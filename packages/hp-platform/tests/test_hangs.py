@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hp_platform.flight import Channel, Flight, Operation
-from hp_platform.hangs import find_hang
+from hp_platform.failures.flight import Channel, Flight, Operation
+from hp_platform.failures.hangs import find_hang
 
 WORLD, LEFT, RIGHT = Channel((0, 1, 2)), Channel((0, 1)), Channel((1, 2))
 HEAD = Channel((0, 2))

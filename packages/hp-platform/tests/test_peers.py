@@ -15,7 +15,16 @@ from collections.abc import Iterator
 import pytest
 
 from hp_platform import LostRankError
-from hp_platform.peers import Address, FailedRankError, Listener, Lost, find_lost, lost_text, own_host, tell_failure
+from hp_platform.failures.peers import (
+    Address,
+    FailedRankError,
+    Listener,
+    Lost,
+    find_lost,
+    lost_text,
+    own_host,
+    tell_failure,
+)
 
 QUICK = {"limit": 0.5, "settle": 0.1}
 
@@ -118,8 +127,8 @@ def _closed() -> Address:
 def test_the_death_of_a_process():
     """SIGKILL, with the connection made before."""
     program = (
-        "from hp_platform.peers import Listener; import signal; l = Listener(1, 2); print(l.address, flush=True);"
-        " signal.pause()"
+        "from hp_platform.failures.peers import Listener; import signal; l = Listener(1, 2); "
+        "print(l.address, flush=True); signal.pause()"
     )
     here = Listener(0, 2)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from hp_fsdp.api import fully_shard
 from hp_fsdp.explanation.explain import explain
 from hp_fsdp.grad_norm import clip_grad_norm_, global_grad_norm
-from hp_fsdp.mesh_dims import DataParallelMeshDims
 from hp_fsdp.module_api import UnshardHandle, share_comm_ctx
 from hp_fsdp.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hp_fsdp.ranks.mesh_dims import DataParallelMeshDims
 from hp_fsdp.state_dict.model import (
     StateDictOptions,
     full_state_dict,
@@ -30,9 +30,9 @@ from hp_fsdp.zero import hsdp, modules_by_size
 from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
-    from hp_fsdp.torch.activations import watch_activations
-    from hp_fsdp.torch.context import hsdp_sync_stream
     from hp_fsdp.torch.module import FSDPModule, HSDPModule, register_fsdp_forward_method
+    from hp_fsdp.torch.predictions.activations import watch_activations
+    from hp_fsdp.torch.steps.context import hsdp_sync_stream
 
 __all__ = [
     "CPUOffloadPolicy",

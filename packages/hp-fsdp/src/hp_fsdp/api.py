@@ -16,12 +16,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from hp_dtensor import DeviceMesh
-from hp_fsdp.axes import DataAxes
-from hp_fsdp.managed_params import find_parameters, ignore, is_copy
-from hp_fsdp.mesh_dims import all_ranks, data_axes
+from hp_fsdp.groups.managed_params import find_parameters, group_of, ignore, is_copy
 from hp_fsdp.options import GroupOptions, MixedPrecisionPolicy, OffloadPolicy, check_options
 from hp_fsdp.port import Sharding, sharding
-from hp_fsdp.sharded_class import group_of
+from hp_fsdp.ranks.axes import DataAxes
+from hp_fsdp.ranks.mesh_dims import all_ranks, data_axes
 
 __all__ = ["check_module", "fully_shard", "shard"]
 

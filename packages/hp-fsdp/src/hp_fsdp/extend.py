@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hp_fsdp.managed_params import Roster
+from hp_fsdp.groups.managed_params import Roster
 from hp_fsdp.port import sharding
 
 __all__ = ["Roster", "watch_optimizers"]

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from hp_fsdp.groups.managed_params import groups_in
 from hp_fsdp.options import check_reshard
-from hp_fsdp.sharded_class import groups_in
 
 __all__ = ["ModuleAPI", "UnshardHandle", "share_comm_ctx"]
 

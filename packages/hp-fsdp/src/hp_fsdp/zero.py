@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_dtensor.extend import TensorSpec
 from hp_fsdp.api import check_module, shard
-from hp_fsdp.managed_params import spec_of
+from hp_fsdp.groups.managed_params import spec_of
 from hp_fsdp.options import GroupOptions, MixedPrecisionPolicy
 from hp_fsdp.port import Anatomy, sharding
 from hp_platform import get_platform

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_offload import CheckpointPolicy, apply_memory_plan, checkpoint, checkpoint_exclude_wrapper, trace_saved
 from hp_offload.saved import MemoryPlan
-from hp_offload.torch import functions
+from hp_offload.torch.regions import functions
 
 aten = torch.ops.aten
 KEEP, RECOMPUTE, SWAP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SWAP

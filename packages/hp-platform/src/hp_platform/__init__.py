@@ -5,7 +5,9 @@ Everything is reached through `get_platform()`; no framework is imported before 
 
 from __future__ import annotations
 
-from hp_platform.debugging import breakpoint
+from hp_platform.failures.debugging import breakpoint
+from hp_platform.failures.peers import LostRankError
+from hp_platform.failures.watching import watch_hangs
 from hp_platform.groups import (
     GroupOptions,
     destroy_process_group,
@@ -17,10 +19,8 @@ from hp_platform.groups import (
     split_group,
 )
 from hp_platform.observing import CollectiveCounts, count_collectives
-from hp_platform.peers import LostRankError
 from hp_platform.platform import Platform, get_platform
 from hp_platform.random import manual_seed
-from hp_platform.watching import watch_hangs
 
 __all__ = [
     "CollectiveCounts",

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 
 from hp_platform import collectives, groups
-from hp_platform.peers import LostRankError
+from hp_platform.failures.peers import LostRankError
 from hp_platform.port import Group, port
 
 __all__ = ["agree", "describe", "gather_bytes", "share_bytes"]

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hp_platform import flight, groups
+from hp_platform import groups
 from hp_platform.checks import (
     check_complex,
     check_pair,
@@ -23,6 +23,7 @@ from hp_platform.checks import (
     scatter_mismatch,
     unknown_op,
 )
+from hp_platform.failures import flight
 from hp_platform.observing import Observed, begin, observers
 from hp_platform.port import Collectives, Group, Groups, Handle, Tensor, port
 

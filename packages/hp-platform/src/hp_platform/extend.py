@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from hp_platform.agreement import agree, describe, gather_bytes, share_bytes
-from hp_platform.debugging import TERMINAL, inspect_error, open_debugger
-from hp_platform.flight import Flight, beating, note_step, read_flight, record_flight
-from hp_platform.groups import init_on_this_machine, own_rank, when_groups_end
-from hp_platform.hang_reports import (
+from hp_platform.failures.debugging import TERMINAL, inspect_error, open_debugger
+from hp_platform.failures.flight import Flight, beating, note_step, read_flight, record_flight
+from hp_platform.failures.hang_reports import (
     ask_for_stacks,
     describe_hang,
     has_ended,
@@ -14,12 +13,13 @@ from hp_platform.hang_reports import (
     process_state,
     send_signal,
 )
-from hp_platform.hangs import find_hang
+from hp_platform.failures.hangs import find_hang
+from hp_platform.failures.peers import FailedRankError
+from hp_platform.groups import init_on_this_machine, own_rank, when_groups_end
 from hp_platform.host import end_with_parent, watch_parent
 from hp_platform.launchers import Place, inside_launcher, launch_command, launcher_place, speaks_for_ranks
 from hp_platform.nested import map_nested
 from hp_platform.observing import attribute_to, attributed_modules, observers
-from hp_platform.peers import FailedRankError
 from hp_platform.ports import (
     DEVICE,
     KINDS,

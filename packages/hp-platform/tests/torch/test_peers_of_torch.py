@@ -43,7 +43,7 @@ def test_errors_for_other_reasons_stay():
 
 @on_ranks(2)
 def test_a_failure_with_all_ranks_alive_is_noted(monkeypatch):
-    monkeypatch.setattr(peers, "find_lost", lambda *args: hp_platform.peers.find_lost(*args, limit=0.1))
+    monkeypatch.setattr(peers, "find_lost", lambda *args: hp_platform.failures.peers.find_lost(*args, limit=0.1))
     error = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv")
     peers.raise_if_lost(error, "all_gather", dist.group.WORLD)
     assert "the processes of all 2 ranks that could be asked live, so no rank was lost" in error.__notes__[0]

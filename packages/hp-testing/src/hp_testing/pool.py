@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from hp_platform import host, listening
+from hp_platform import host
+from hp_platform.failures import listening
 from hp_platform.ports import platform_name
 from hp_testing import target, worker
 from hp_testing.processes import processor_seconds

@@ -2,10 +2,10 @@
 
 Note [Ending a hang]
     The watch is a thread of the process that started the ranks, so it lives on whatever a rank does. It reads their
-    flight recorders (`hp_platform.flight`). Where no rank of a run has moved for too long, it has all ranks write their
-    stacks and kills the culprits: what hangs becomes what ends, the connections of a killed process break, and the
-    others go on as after any lost rank. A rank that was stopped is continued for its stack, and stopped again: if the
-    run has come to its end meanwhile, the rank is let go.
+    flight recorders (`hp_platform.failures.flight`). Where no rank of a run has moved for too long, it has all ranks
+    write their stacks and kills the culprits: what hangs becomes what ends, the connections of a killed process break,
+    and the others go on as after any lost rank. A rank that was stopped is continued for its stack, and stopped again:
+    if the run has come to its end meanwhile, the rank is let go.
 
     Who waits for a rank that has ended, without an error that its launcher would hear of, is killed in its place.
 """

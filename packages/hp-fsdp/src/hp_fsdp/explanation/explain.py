@@ -12,7 +12,7 @@ from hp_fsdp import port
 from hp_fsdp.explanation.export import PICTURES, check_path, draw, write_trace
 from hp_fsdp.explanation.memory import Event, GroupFacts, MemoryPoint, MemoryRow, memory_timeline, simulate
 from hp_fsdp.explanation.timeline import Timeline, TraceEvent, timeline_of
-from hp_fsdp.sharded_class import group_of, groups_in
+from hp_fsdp.groups.managed_params import group_of, groups_in
 
 __all__ = ["Explanation", "explain"]
 
@@ -123,7 +123,8 @@ def explain(
         model: a sharded module, with all its sharded modules inside.
         optimizer: counts its states.
         inputs: the arguments of the model's forward on one rank: positional ones as a tuple, or keyword arguments by
-            name. Predicts the activations by a forward without kernels, see `hp_fsdp.torch.fake_forward`. PyTorch only.
+            name. Predicts the activations by a forward without kernels, see `hp_fsdp.torch.predictions.fake_forward`.
+            PyTorch only.
             Default: no prediction.
         activations: the result of `watch_activations`. PyTorch only. Default: not measured.
         path: file to write the step to: a chrome trace (.json), or a picture of the time line (.png, .svg, .pdf).

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, mint
 
-from hp_fsdp.axes import DataAxes
-from hp_fsdp.layout import FlatLayout
-from hp_fsdp.micro_batches import OwnMicroBatches, TreeSum, subtrees
+from hp_fsdp.groups.layout import FlatLayout
+from hp_fsdp.groups.micro_batches import OwnMicroBatches, TreeSum, subtrees
+from hp_fsdp.ranks.axes import DataAxes
 from hp_platform import get_platform
 
 __all__ = ["MicroBatchSums"]

@@ -28,7 +28,7 @@ from hp_dtensor.mindspore.extend import DTensor, alias, grad_enabled, local_mode
 from hp_fsdp.mindspore.context import RootContext, in_backward
 from hp_fsdp.mindspore.gradients import Call, unsharded_tensors
 from hp_fsdp.mindspore.group import ParameterGroup
-from hp_fsdp.tree import tree_functions
+from hp_fsdp.steps.tree import tree_functions
 
 __all__ = ["run_forward"]
 

@@ -11,12 +11,11 @@ from mindspore import nn
 from mindspore.common._register_for_recompute import recompute_registry
 from mindspore.rewrite.symbol_tree.symbol_tree_builder import SymbolTreeBuilder
 
-from hp_fsdp.managed_params import spec_of
+from hp_fsdp.groups.managed_params import make_sharded_class, spec_of
 from hp_fsdp.mindspore.group import ParameterGroup
 from hp_fsdp.mindspore.hooks import run_forward
 from hp_fsdp.mindspore.state_dict import refuse_hooks, write_parts
 from hp_fsdp.module_api import ModuleAPI
-from hp_fsdp.sharded_class import make_sharded_class
 from hp_fsdp.state_dict.loading import check_names, laid_out
 
 __all__ = ["FSDPModule", "HSDPModule", "refuse_rewriting", "register_fsdp_forward_method", "shard_class"]

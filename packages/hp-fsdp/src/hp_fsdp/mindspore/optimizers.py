@@ -1,6 +1,6 @@
 """Optimizers: their parameters, checked before the first step, and their states.
 
-Before the first step: Note [Before an optimizer's first step] in `hp_fsdp.managed_params`.
+Before the first step: Note [Before an optimizer's first step] in `hp_fsdp.groups.managed_params`.
 
 Note [States that were made before]
     An optimizer of MindSpore makes its states in the parameters' shapes when it is made. Before `fully_shard` or tensor
@@ -37,7 +37,7 @@ from hp_dtensor.mindspore.extend import (
     states_by_name,
     wrap,
 )
-from hp_fsdp.managed_params import refuse_unreduced, spec_of, unreduced
+from hp_fsdp.groups.managed_params import refuse_unreduced, spec_of, unreduced
 from hp_fsdp.mindspore.parameter import copy_range
 from hp_fsdp.mindspore.state_dict import fill, write
 

@@ -11,7 +11,7 @@ from mindspore import Tensor, mint, nn
 from hp_dtensor import DeviceMesh, RaggedShard, Replicate
 from hp_dtensor.extend import TensorSpec
 from hp_dtensor.mindspore.extend import DTensor, distribute_parameter, local_view, set_local, unwrap, wrap
-from hp_fsdp.managed_params import mark
+from hp_fsdp.groups.managed_params import mark
 from hp_fsdp.options import ParameterFacts
 
 __all__ = ["ManagedParameter", "itemsize"]

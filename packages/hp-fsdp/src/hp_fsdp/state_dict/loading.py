@@ -8,7 +8,7 @@ from typing import Any
 
 from hp_dtensor import RaggedShard, Replicate
 from hp_dtensor.extend import TensorSpec
-from hp_fsdp.managed_params import spec_of
+from hp_fsdp.groups.managed_params import spec_of
 from hp_fsdp.port import Broadcaster, ModelStates, model_states
 from hp_platform import get_platform
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from hp_dtensor import DeviceMesh
-from hp_fsdp.axes import DataAxes
+from hp_fsdp.groups.managed_params import roots_of
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.port import Anatomy
-from hp_fsdp.sharded_class import roots_of
-from hp_fsdp.torch.group import ParameterGroup
+from hp_fsdp.ranks.axes import DataAxes
+from hp_fsdp.torch.groups.group import ParameterGroup
+from hp_fsdp.torch.groups.parameter import ManagedParameter
 from hp_fsdp.torch.module import HSDPModule, shard_class
 from hp_fsdp.torch.optimizers import watch_optimizers
-from hp_fsdp.torch.parameter import ManagedParameter
 from hp_platform import get_platform
 
 __all__ = [

@@ -20,10 +20,10 @@ from hp_fsdp.explanation.memory import (
     optimizer_row,
     unsharded_rows,
 )
-from hp_fsdp.torch.activations import Activations, watch_activations
-from hp_fsdp.torch.bucket import Bucket
-from hp_fsdp.torch.fake_forward import predict_activations
-from hp_fsdp.torch.group import ParameterGroup
+from hp_fsdp.torch.groups.bucket import Bucket
+from hp_fsdp.torch.groups.group import ParameterGroup
+from hp_fsdp.torch.predictions.activations import Activations, watch_activations
+from hp_fsdp.torch.predictions.fake_forward import predict_activations
 from hp_platform import get_platform
 
 __all__ = [

@@ -12,9 +12,9 @@ import torch
 
 from hp_dtensor import DeviceMesh
 from hp_dtensor.torch.extend import DTensor, local_view
-from hp_fsdp.layout import BLOCK
-from hp_fsdp.torch.context import hsdp_sync_stream
-from hp_fsdp.torch.host import transport
+from hp_fsdp.groups.layout import BLOCK
+from hp_fsdp.torch.groups.host import transport
+from hp_fsdp.torch.steps.context import hsdp_sync_stream
 from hp_platform import collectives, get_platform
 
 __all__ = [

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from hp_fsdp.groups.managed_params import make_sharded_class
 from hp_fsdp.module_api import ModuleAPI
-from hp_fsdp.order import INSIDE
-from hp_fsdp.sharded_class import make_sharded_class
 from hp_fsdp.state_dict.loading import laid_out
-from hp_fsdp.torch.communication import Communication
-from hp_fsdp.torch.context import RootContext
-from hp_fsdp.torch.group import ParameterGroup
-from hp_fsdp.torch.hooks import run_forward
+from hp_fsdp.steps.order import INSIDE
+from hp_fsdp.torch.groups.communication import Communication
+from hp_fsdp.torch.groups.group import ParameterGroup
 from hp_fsdp.torch.other_libraries import check_modules, check_parameters, check_prepared, check_state, own_mark
 from hp_fsdp.torch.state_dict import unwrapped
+from hp_fsdp.torch.steps.context import RootContext
+from hp_fsdp.torch.steps.hooks import run_forward
 
 __all__ = ["FSDPModule", "HSDPModule", "register_fsdp_forward_method", "shard_class"]
 

@@ -1,6 +1,6 @@
 """Optimizers: their parameters, checked before the first step, and their states.
 
-Before the first step: Note [Before an optimizer's first step] in `hp_fsdp.managed_params`.
+Before the first step: Note [Before an optimizer's first step] in `hp_fsdp.groups.managed_params`.
 
 Note [States that a rank does not have]
     A rank that owns no element of a parameter gets no gradient for it, so its optimizer has no state for it either. A
@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from hp_fsdp.managed_params import owner_of, refuse_unreduced, spec_of, unreduced
-from hp_fsdp.torch.bucket import Bucket
-from hp_fsdp.torch.context import hsdp_sync_stream, refuse_lost_gradients
+from hp_fsdp.groups.managed_params import owner_of, refuse_unreduced, spec_of, unreduced
+from hp_fsdp.torch.groups.bucket import Bucket
 from hp_fsdp.torch.other_libraries import check_optimizer_state
 from hp_fsdp.torch.state_dict import fill, sharded_axis
+from hp_fsdp.torch.steps.context import hsdp_sync_stream, refuse_lost_gradients
 from hp_platform import get_platform
 
 __all__ = ["adapted", "watch_optimizers"]

@@ -20,11 +20,10 @@ from torch.nn.parameter import is_lazy
 from hp_dtensor import Replicate
 from hp_dtensor.extend import TensorSpec
 from hp_dtensor.torch.extend import DTensor, execute, local_view, wrap
-from hp_fsdp.managed_params import spec_of
+from hp_fsdp.groups.managed_params import groups_in, spec_of
 from hp_fsdp.port import Broadcaster
-from hp_fsdp.sharded_class import groups_in
 from hp_fsdp.state_dict.loading import pieces_along, ragged_axis
-from hp_fsdp.torch.host import largest, transport
+from hp_fsdp.torch.groups.host import largest, transport
 from hp_platform import collectives
 
 __all__ = [

@@ -1,10 +1,10 @@
 """Blocks that follow a plan of memory.
 
 Note [How a block follows its plan]
-    A block is a region (`hp_offload.torch.region`). Of what it saves, some stays in the graph, some is swapped, and the
-    rest has slots that a second run fills. In its first call the sites are named as the trace named them; from then on
-    what is saved as number n is treated as in the first call. Outputs of heavy operations that the plan keeps or swaps
-    are handed back in the second run.
+    A block is a region (`hp_offload.torch.regions.region`). Of what it saves, some stays in the graph, some is swapped,
+    and the rest has slots that a second run fills. In its first call the sites are named as the trace named them; from
+    then on what is saved as number n is treated as in the first call. Outputs of heavy operations that the plan keeps
+    or swaps are handed back in the second run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hp_offload.checking import MemoryCheck
 from hp_offload.policies import CheckpointPolicy
 from hp_offload.saved import MemoryPlan, block_of, near
-from hp_offload.torch.functions import Filling, Site, is_function
-from hp_offload.torch.history import Walk
 from hp_offload.torch.packed import Kept, Packed, address_of, plain_torch
-from hp_offload.torch.region import run_region
-from hp_offload.torch.sites import KeptOutput, Key, SitePasses
+from hp_offload.torch.regions.functions import Filling, Site, is_function
+from hp_offload.torch.regions.history import Walk
+from hp_offload.torch.regions.region import run_region
+from hp_offload.torch.regions.site_names import Sites, blocks_of, walking
+from hp_offload.torch.regions.sites import KeptOutput, Key, SitePasses
 from hp_offload.torch.swapping import SwapRun, stays
-from hp_offload.torch.walking import Sites, blocks_of, walking
 from hp_platform.torch.heavy import mark
 
 __all__ = ["apply"]
@@ -80,7 +80,7 @@ class _Planned:
         self.planned_bytes: list[int] = []
         """What the plan counts for what is saved as number n; 0 where the storage is another's."""
         self.functions = True
-        """The plan keeps the output of a function (`hp_offload.torch.functions`), as far as is known."""
+        """The plan keeps the output of a function (`hp_offload.torch.regions.functions`), as far as is known."""
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block."""

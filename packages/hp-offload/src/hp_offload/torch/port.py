@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from hp_offload.groups import GroupRun, name_of_group
-from hp_offload.torch.functions import Filling
-from hp_offload.torch.history import Walk
 from hp_offload.torch.packed import Packed, unpack
 from hp_offload.torch.planned import apply
-from hp_offload.torch.region import Passes, run_region
+from hp_offload.torch.regions.functions import Filling
+from hp_offload.torch.regions.history import Walk
+from hp_offload.torch.regions.region import Passes, run_region
+from hp_offload.torch.regions.selection import Selection
+from hp_offload.torch.regions.sites import module_of
 from hp_offload.torch.scope import Scope, run_excluded, running, tag
-from hp_offload.torch.selection import Selection
-from hp_offload.torch.sites import module_of
 from hp_offload.torch.swapping import SwapRun, swapping
 from hp_offload.torch.tracing import trace
 from hp_platform import get_platform

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hp_offload.saved import Saved, block_of
-from hp_offload.torch.functions import is_heavy
 from hp_offload.torch.packed import address_of, plain_torch
-from hp_offload.torch.sites import Computed
-from hp_offload.torch.surroundings import random_state, set_random_state
-from hp_offload.torch.walking import Sites, blocks_of, walking
+from hp_offload.torch.regions.ambient_state import random_state, set_random_state
+from hp_offload.torch.regions.functions import is_heavy
+from hp_offload.torch.regions.site_names import Sites, blocks_of, walking
+from hp_offload.torch.regions.sites import Computed
 from hp_platform import get_platform
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import mark

@@ -28,7 +28,7 @@ from hp_platform.torch.peers import can_disconnect, disconnect, give_up, leave
 
 __all__ = ["can_disconnect", "disconnect", "give_up", "leave"]
 
-atexit.register(wait_for_threads, "pt_gloo_runloop")  # Note [Threads at the end] in `hp_platform.listening`
+atexit.register(wait_for_threads, "pt_gloo_runloop")  # Note [Threads at the end] in `hp_platform.failures.listening`
 ProcessGroup = dist.ProcessGroup
 TIMEOUTS = True
 

@@ -1,8 +1,8 @@
 """Lost ranks on PyTorch: a failed collective's error becomes one that names the rank whose process has ended.
 
-See Note [Lost ranks] in `hp_platform.peers`. It needs a backend that reports the failure in the call or in `wait()`, as
-gloo does. nccl and hccl on devices report it later, where the host waits for the device, or their watchdog ends the
-process after the group's timeout: that is as it is without this.
+See Note [Lost ranks] in `hp_platform.failures.peers`. It needs a backend that reports the failure in the call or in
+`wait()`, as gloo does. nccl and hccl on devices report it later, where the host waits for the device, or their watchdog
+ends the process after the group's timeout: that is as it is without this.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from hp_platform.host import break_connections
-from hp_platform.observing import observers
-from hp_platform.peers import (
+from hp_platform.failures.peers import (
     Address,
     FailedRankError,
     Listener,
@@ -33,6 +31,8 @@ from hp_platform.peers import (
     own_host,
     tell_failure,
 )
+from hp_platform.host import break_connections
+from hp_platform.observing import observers
 
 __all__ = ["Pending", "can_disconnect", "disconnect", "give_up", "leave", "meet", "raise_if_lost"]
 

@@ -1,0 +1,251 @@
+"""Group: the parameters that one call of `fully_shard` manages, and their state, on any framework."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hp_dtensor import DeviceMesh
+from hp_fsdp.groups.managed_params import find_parameters, ignore, is_copy
+from hp_fsdp.ranks.agreement import check_counts
+from hp_fsdp.ranks.axes import DataAxes, PostForwardRanks
+from hp_fsdp.steps.order import ExecutionOrder
+from hp_platform.extend import attribute_to
+
+if TYPE_CHECKING:
+    from hp_fsdp.options import BucketPlan, GroupOptions
+
+__all__ = ["Group"]
+
+
+class Group:
+    """The parameters that are gathered, freed and reduced together, around the forward and backward of their modules.
+
+    A framework's ``ParameterGroup`` adds how buckets are filled, shown in the modules, and reduced.
+
+    Args:
+        members: the modules; they compute with the unsharded parameters.
+        parameters: those that are this group's.
+        axes: the axes of data parallelism.
+        device: of the buffers; None if there is no choice.
+        options: the arguments of `fully_shard`.
+        ignored: parameters that stay as they are.
+
+    Attributes:
+        managed: the framework's class of parameters of a group.
+        overlaps: gathers run beside the computation, so that it pays to start them ahead of time.
+        name: the module's name from the root; its class's before the first forward.
+        module: the first of the members, most often the only one.
+        modules: the members and, from the first forward on, the root, for observers of `attribute_to`.
+        context: the shared state of the groups of one model; None before the first forward.
+        order: the order in which groups run while this one is the outermost.
+        reshard_after_forward: None stands for "all groups but the root", whose parameters backward needs first.
+        reduces: backward reduces the gradients.
+        reduces_over_replicas: on two axes, over the first as well.
+        divisor: of the reduced gradients; None for 1.
+        layout_ranks: how many ranks of the root's data parallelism this group's own layouts divide its parameters over:
+            see ``DataAxes.layout_ranks``.
+        scale: factor of the reduced gradients.
+        waits: the end of a backward pass waits for the reductions.
+        unshard_in_backward: backward gathers the parameters, unless they are gathered.
+        post_forward_ranks: the smaller group of ranks that keeps a shard between forward and backward, if there is one.
+        unsharded: the unsharded parameters are gathered.
+        user_unsharded: the user asked for them by `unshard`.
+        gathering: handles of the gather under way; None if there is none.
+        calls: the calls in forward whose backward is still to come, in deterministic mode.
+        micro_batches: number of backward passes since the last step, in deterministic mode.
+        agreed: number of micro-batches of all ranks in the last step, in deterministic mode.
+        ended: the gradients of the backward pass under way are complete, in deterministic mode.
+    """
+
+    managed: ClassVar[Any]
+    overlaps: bool = True
+
+    def __init__(
+        self,
+        members: Sequence[Any],
+        parameters: Sequence[Any],
+        axes: DataAxes,
+        device: Any,
+        options: GroupOptions,
+        ignored: Sequence[Any] = (),
+    ) -> None:
+        self.members = tuple(members)
+        self.module = self.members[0]
+        self.modules: tuple[Any, ...] = self.members
+        self.axes = axes
+        self.device = device
+        self.options = options
+        self.policy = options.policy
+        self.deterministic = options.deterministic
+        self.ignored: list[Any] = list(ignored)
+        self.context: Any = None
+        self.order: ExecutionOrder[Any] = ExecutionOrder()
+        self.reshard_after_forward: bool | None = None if options.reshards else False
+        self.reshard_after_backward = True
+        self.reduces = True
+        self.reduces_over_replicas = True
+        self.reduce_op = "avg"
+        self.divisor: float | None = None
+        self.layout_ranks = 1
+        self.scale = 1.0
+        self.waits = True
+        self.unshard_in_backward = True
+        self.prefetch_in_forward: list[Any] = []
+        self.prefetch_in_backward: list[Any] = []
+        self.post_forward_ranks = axes.post_forward_ranks(options.reshard_after_forward)
+        self.unsharded = self.user_unsharded = False
+        self.gathering: list[Any] | None = None
+        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.micro_batches = 0
+        self.agreed: int | None = None
+        self.ended = False
+        self.class_name = ", ".join(type(module).__name__ for module in members)
+        self.buckets: list[Any] = []
+        self.parameters: list[Any] = []
+        self.add(parameters)
+        self.rename("")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {len(self.parameters)} parameters in {len(self.buckets)} buckets)"
+
+    # ---- which parameters ----
+    def bucket(self, plan: BucketPlan, axes: DataAxes) -> Any:
+        """Lay a bucket out over ``axes``; its ``shard_originals`` changes the parameters."""
+        raise NotImplementedError
+
+    def stand_ins(self) -> Iterator[tuple[Any, Any]]:
+        """List all tensors that may stand in the modules for parameters of this group, with the parameter."""
+        raise NotImplementedError
+
+    def add(self, parameters: Sequence[Any]) -> None:
+        """Shard parameters and make them the group's."""
+        buckets = [
+            self.bucket(plan, self.axes if plan.sharded else self.axes.replicated())
+            for plan in self.options.together(parameter.facts() for parameter in parameters)
+        ]
+        for bucket in buckets:
+            bucket.shard_originals()
+        self.buckets += buckets
+        self.parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+
+    def take_in(self, ignored: Sequence[Any], inner: DeviceMesh | None) -> bool:
+        """Shard parameters that joined the members after they were sharded.
+
+        Args:
+            ignored: parameters to leave as they are.
+            inner: the mesh of all parameters on other axes (tensor parallel), if they share one: plain parameters are
+                replicated on it.
+
+        Returns:
+            True if there were any.
+
+        Raises:
+            RuntimeError: they have no values, or are copies of parameters that are sharded over other axes as well; on
+                MindSpore, a parameter was replaced or removed.
+            ValueError, TypeError: see `fully_shard`.
+        """
+        counts = [len(parameter.places) for parameter in self.parameters]
+        joined = []
+        own = {id(tensor): parameter for tensor, parameter in self.stand_ins()}
+        for parameter in find_parameters(self.members, ignored, self.managed, own):
+            original = parameter.facts().original
+            if not is_copy(original) and self.axes.divided(parameter.name, parameter.inner):
+                self.ignored.append(original)
+                ignore(original)
+            else:
+                joined.append(parameter)
+        if not joined and counts == [len(parameter.places) for parameter in self.parameters]:
+            return False
+        self.reshard()
+        for parameter in joined:
+            parameter.join(self.axes.mesh, inner, self.class_name)
+        self.add(joined)
+        return bool(joined)
+
+    def rename(self, name: str) -> None:
+        """Set the name that profiles and errors show; an empty one stands for that of the class."""
+        self.name = name or self.class_name
+
+    # ---- gathered or not ----
+    def check(self) -> None:
+        """Follow changes that were made to the sharded parameters from outside."""
+
+    def start_unshard(self) -> None:
+        """Start the all-gathers, unless the parameters are there or on their way."""
+        raise NotImplementedError
+
+    def finish_unshard(self) -> None:
+        """Wait for the all-gathers; the unsharded parameters are there."""
+        raise NotImplementedError
+
+    def stale(self) -> bool:
+        """Tell whether gathered parameters may be older than the sharded ones."""
+        raise NotImplementedError
+
+    def free(self, ranks: PostForwardRanks | None) -> None:
+        """Register the sharded parameters again and free the gathered buffers.
+
+        Args:
+            ranks: the ranks among which to keep a post-forward shard.
+        """
+        raise NotImplementedError
+
+    def reshard(self, *, before_backward: bool = False) -> None:
+        """Register the sharded parameters again and free the gathered buffers, where they are gathered.
+
+        Args:
+            before_backward: it will be gathered again for backward, from the smaller group's shards if there is one.
+        """
+        if self.gathering is not None:
+            self.finish_unshard()
+        ranks = self.post_forward_ranks if before_backward else None
+        if not self.unsharded:
+            if ranks is None and self.post_forward_ranks is not None:
+                self.drop_post_forward_shards()
+            return
+        self.unsharded = self.user_unsharded = False
+        self.free(ranks)
+        self.note("free")
+
+    def note(self, kind: str) -> None:
+        """Add an event to the trace of the pass under way; see `hp_fsdp.explanation.timeline`."""
+        context = self.context
+        if context is not None and (context.outermost is not None or context.backward):
+            context.trace.append((kind, self, perf_counter_ns()))
+
+    def drop_post_forward_shards(self) -> None:
+        """Free the smaller group's shards."""
+        for bucket in self.buckets:
+            bucket.drop_post_forward_shard()
+
+    def keep(self) -> None:
+        """Leave the parameters gathered after forward."""
+
+    # ---- gradients ----
+    def abandon(self) -> None:
+        """Reset to the state between steps after an error, without the gradients of the failed step."""
+        raise NotImplementedError
+
+    @property
+    def total_divisor(self) -> float | None:
+        """Divisor of the reduced gradients, with ``scale``; None for 1."""
+        divisor = self.divisor
+        if self.layout_ranks > 1 and self.reduce_op == "avg":
+            divisor = float(self.layout_ranks)
+        if self.scale == 1.0:
+            return divisor
+        return (1.0 if divisor is None else divisor) / self.scale
+
+    @property
+    def sums_now(self) -> bool:
+        """True if a backward pass ends with the sum over all passes since the last step, in deterministic mode."""
+        return self.reduces and (self.reduces_over_replicas or self.axes.replicate_group is None)
+
+    def agree(self, count: int) -> None:
+        """Raise if ranks ran different numbers of micro-batches; they compare when it is not that of the last step."""
+        if count != self.agreed:  # seldom, for it waits
+            attribute_to(self.modules, check_counts, self.axes, count)
+            self.agreed = count

@@ -1,0 +1,1 @@
+"""A step: the order of groups, and the state they share."""

@@ -1,0 +1,1 @@
+"""Groups on PyTorch: buckets, parameters, gradients and their communication."""

@@ -1,0 +1,366 @@
+"""Bucket: a group's parameters of one dtype in one flat buffer: gathered as one, reduced as one.
+
+Note [Three buffers]
+    *shard* holds the rank's piece for good; the sharded parameters are views of it, so an optimizer's step writes it.
+    *full* is the gathered buffer; the unsharded parameters are views of it. The *gradient* buffer takes the unsharded
+    gradients (`hp_fsdp.torch.groups.gradients`). The views of the last two are made once; only their memory comes and
+    goes, by resizing the storage. So tensors that autograd saved in forward have their values again when the buffer is
+    gathered anew in backward, and a step makes no views. Collectives write through an alias with a version counter of
+    its own, since autograd must not take a gather for a change of a saved value. While *full* has no memory, its
+    version is one that autograd has never saved: a backward that needs a freed parameter raises, and computes with
+    nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hp_fsdp.grad_norm import mark_in_blocks
+from hp_fsdp.groups.layout import FlatLayout
+from hp_fsdp.options import BucketPlan, GroupOptions
+from hp_fsdp.ranks.axes import DataAxes, PostForwardRanks
+from hp_fsdp.torch.groups.communication import Communication
+from hp_fsdp.torch.groups.deterministic import MicroBatchBuffer
+from hp_fsdp.torch.groups.gradients import GradientBuffer
+from hp_fsdp.torch.groups.host import empty_on_host, on_copy_stream, transport
+from hp_fsdp.torch.groups.parameter import ManagedParameter, adopt, has_own_setattr
+from hp_platform import collectives, get_platform
+
+__all__ = ["FREED", "Bucket"]
+
+_plain = torch._C.DisableTorchFunctionSubclass
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_versions = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
+FREED = 2**31 - 1
+"""The version of a parameter that is freed."""
+_get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+_get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+class Bucket:
+    """Parameters of one dtype, sharded, gathered and reduced together.
+
+    Args:
+        plan: the parameters, in the order in which they lie in the buffer, all of one dtype, and how they are sharded.
+        axes: the axes of data parallelism.
+        device: of the buffers; meta if the parameters are materialised later.
+        options: the arguments of `fully_shard`.
+        owner: text that names the group in errors.
+
+    Attributes:
+        optimizer_steps: steps of torch's optimizers in this process.
+        leaves: another object whenever there are new unsharded parameters, or others of them require gradients.
+    """
+
+    optimizer_steps = 0
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        axes: DataAxes,
+        device: torch.device,
+        options: GroupOptions,
+        owner: str,
+    ) -> None:
+        self.parameters: list[ManagedParameter] = plan.parameters
+        self.axes = axes
+        self.owner = owner
+        self.deterministic = options.deterministic
+        self.offload = options.offload
+        # Offloaded shards live on the host and are copied to the device of the collectives.
+        self.device = device if options.offload is None else transport(axes.mesh)
+        self.home = device if options.offload is None or device.type == "meta" else torch.device("cpu")
+        self.policy = options.policy
+        self.dtype: torch.dtype = self.parameters[0].original.dtype  # type: ignore[union-attr]
+        self.choose_dtypes()
+        smallest = min(self.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize)
+        self.layout = FlatLayout.of(
+            [parameter.numel for parameter in self.parameters],
+            axes.shard_size,
+            align=options.alignment(plan, smallest),
+            align_large=options.alignment_of_large(plan),
+        )
+        self.post_forward_shard: torch.Tensor | None = None
+        self.communication: Communication | None = None
+        self.prepared = False
+        self.version: tuple[int] | None = None  # of `full`, while it has no memory
+        # Layouts first: what can't be laid out raises before any parameter is changed.
+        self.specs = [
+            axes.sharded_spec(
+                parameter.name, self.layout.units(index), parameter.global_shape, parameter.inner, plan.dim
+            )
+            for index, parameter in enumerate(self.parameters)
+        ]
+        for parameter in self.parameters:
+            parameter.front = plan.dim
+
+    def choose_dtypes(self) -> None:
+        """Set the dtypes of computation and of reductions."""
+        policy = self.policy
+        self.compute_dtype: torch.dtype = policy.param_dtype if self._casts(policy.param_dtype) else self.dtype
+        self.reduce_dtype: torch.dtype = policy.reduce_dtype if self._casts(policy.reduce_dtype) else self.compute_dtype
+
+    def _casts(self, dtype: torch.dtype | None) -> bool:
+        return dtype is not None and self.dtype.is_floating_point
+
+    def shard_originals(self) -> None:
+        """Shard the parameters."""
+        layout, rank = self.layout, self.axes.shard_rank
+        self.shard = self.new_shard(self.home)
+        with torch.no_grad():
+            for index, (parameter, spec) in enumerate(zip(self.parameters, self.specs)):
+                view = self.shard_view(index)
+                if view.device.type != "meta":
+                    start, stop = layout.part(index, rank)
+                    self.range_of(index).copy_(parameter.flat()[start:stop])
+                parameter.make_sharded(view, spec, f"{parameter.name!r} of {self.owner}")
+        self.note_sharded()
+        self.show_sharded()
+
+    def new_shard(self, device: torch.device) -> torch.Tensor:
+        """Allocate memory for the rank's piece, zeroed."""
+        if self.offload is None or device.type != "cpu":
+            return torch.zeros(self.layout.piece, dtype=self.dtype, device=device)
+        return empty_on_host(self.layout.piece, self.dtype, self.offload.pin_memory).zero_()
+
+    def range_of(self, index: int) -> torch.Tensor:
+        """Return a parameter's range of the rank's piece."""
+        start, stop = self.layout.place(index, self.axes.shard_rank)
+        return self.shard[start:stop]
+
+    def shard_view(self, index: int) -> torch.Tensor:
+        """Return the same range in the sharded parameter's shape."""
+        return self.parameters[index].part(self.range_of(index), self.axes.shards)
+
+    def note_sharded(self) -> None:
+        """Record new sharded parameters."""
+        if self.deterministic:
+            for parameter in self.parameters:
+                mark_in_blocks(parameter.sharded)
+        self.note_places()
+
+    def note_places(self) -> None:
+        """Record where the parameters are registered."""
+        self.sharded_places, self.sharded_attributes = _places((p, p.sharded) for p in self.parameters)
+        if self.prepared:
+            self.unsharded_places, self.unsharded_attributes = _places((p, p.unsharded) for p in self.parameters)
+        with _plain():
+            self.expected = [
+                (module._parameters, name, parameter.sharded, parameter.sharded.data_ptr())
+                for parameter in self.parameters
+                for module, name in parameter.places
+            ]
+
+    # ---- lazy preparation ----
+    def prepare(self) -> None:
+        """Make the gathered buffer and the views of it, at the first use.
+
+        Raises:
+            RuntimeError: the parameters are still on the meta device.
+        """
+        self.check()
+        device = self.shard.device
+        if device.type == "meta":
+            raise RuntimeError(
+                f"fully_shard: parameter {self.parameters[0].name!r} of {self.owner} is still on the meta device. "
+                "Materialise the parameters before the first forward: hp_dtensor.init_parameters(model), or "
+                'model.to_empty(device="cpu") and an initialisation of your own'
+            )
+        layout = self.layout
+        self.home = device
+        if self.offload is None:
+            self.device = device
+        self.aliased = self.axes.shard_size == 1 and self.compute_dtype is self.dtype and self.home == self.device
+        self.keeps_writes = self.aliased and self.axes.replicate_size == 1
+        device = self.device
+        with torch.inference_mode(False), torch.no_grad():
+            if self.aliased:
+                self.full = self.shard
+            else:
+                self.full = torch.empty(layout.total, dtype=self.compute_dtype, device=device)
+            self.full_alias = self.full.data
+            self.full_storage = self.full.untyped_storage()
+            self.full_bytes = self.full_storage.nbytes()
+            for parameter, offset in zip(self.parameters, layout.offsets):
+                parameter.make_unsharded(self.full[offset : offset + parameter.numel])
+            self.leaves = object()
+            self.unsharded_places, self.unsharded_attributes = _places((p, p.unsharded) for p in self.parameters)
+            if not self.aliased:
+                self._free()
+            kind = MicroBatchBuffer if self.deterministic else GradientBuffer
+            self.gradients = kind(self.parameters, layout, self.axes, self.dtype, self.reduce_dtype, device)
+            self.gradients.communication = self.communication
+            if self.offload is not None and self.home != device:
+                self.gradients.pin, self.gradients.link = self.offload.pin_memory, self.offload.link
+        self.source: torch.Tensor | None = None
+        self.keep()
+        self.prepared = True
+
+    def check(self) -> None:
+        """Follow changes to the sharded parameters from outside: new memory, replaced objects, frozen or not."""
+        if self.offload is not None and self.shard.device.type not in ("cpu", "meta"):
+            self._come_home()
+        with _plain():
+            for registered, name, sharded, address in self.expected:
+                new = registered.get(name) is not sharded or sharded.data_ptr() != address
+                if new or (not address and self._differs(sharded)):
+                    adopt(self)
+                    break
+        self.follow_requires_grad()
+
+    def _differs(self, sharded: torch.Tensor) -> bool:
+        """Whether a parameter without elements, whose address is always 0, was materialised, moved or cast."""
+        return sharded.dtype is not self.shard.dtype or sharded.device != self.shard.device
+
+    def follow_requires_grad(self) -> None:
+        """Freeze and unfreeze the unsharded parameters like the sharded ones."""
+        with _plain():
+            for parameter in self.parameters:
+                if _get_requires_grad(parameter.sharded) is not parameter.trains:
+                    parameter.trains = not parameter.trains
+                    if parameter.unsharded is not None:
+                        self.leaves = object()
+                        parameter.unsharded.requires_grad_(parameter.trains)
+
+    def materialize(self, device: torch.device) -> None:
+        """Replace sharded parameters on meta by ones with memory, not initialised yet."""
+        if self.shard.device.type != "meta":
+            return
+        self.shard = self.new_shard(device)
+        for index, parameter in enumerate(self.parameters):
+            parameter.renew_sharded(self.shard_view(index))
+        self.note_sharded()
+        self.show_sharded()
+
+    def _come_home(self) -> None:
+        """Move a shard to the host after it was initialised on the device, for the sake of random numbers."""
+        former, self.shard = self.shard, self.new_shard(torch.device("cpu"))
+        with torch.no_grad(), _plain():
+            self.shard.copy_(former)
+            for index, parameter in enumerate(self.parameters):
+                parameter.sharded.data = self.shard_view(index).detach()
+        self.note_sharded()
+
+    # ---- gathering ----
+    def gather(self) -> Any:
+        """Start to fill the gathered buffer from all ranks' shards; return a handle, or None if nothing moves."""
+        if self.aliased:
+            return None
+        self.full_storage.resize_(self.full_bytes)
+        if self.post_forward_shard is not None:
+            return self._all_gather(self.post_forward_shard, self.post_forward_group)
+        link = None if self.offload is None else self.offload.link
+        if link is not None:
+            link.note("load", self.owner)
+        if self.home == self.device:
+            return self._gather_from(self.shard)
+        with on_copy_stream(self.device, link):
+            return self._gather_from(self.shard.to(self.device, non_blocking=True))
+
+    def _gather_from(self, shard: torch.Tensor) -> Any:
+        if self.axes.shard_size == 1:
+            self.full_alias.copy_(shard)
+            if self.home == self.device:
+                return None
+            self.source = shard
+            return _Copied()
+        # A cast piece, or one that came from the host, must live until the gather is done.
+        self.source = shard if self.compute_dtype is self.dtype else shard.to(self.compute_dtype)
+        return self._all_gather(self.source, self.axes.shard_group)
+
+    def _all_gather(self, piece: torch.Tensor, group: Any) -> Any:
+        if self.communication is not None:
+            return self.communication.all_gather(self.full_alias, piece, group)
+        return collectives.all_gather(self.full_alias, piece, group=group, async_op=True)
+
+    def show_unsharded(self) -> None:
+        """Register the unsharded parameters in the modules."""
+        self.source = None
+        if self.version is not None:
+            _set_versions((self.full,), self.version)
+            self.version = None
+        for registered, name, tensor in self.unsharded_places:
+            registered[name] = tensor
+        for module, name, tensor in self.unsharded_attributes:
+            setattr(module, name, tensor)
+
+    def show_sharded(self) -> None:
+        """Register the sharded parameters in the modules."""
+        for registered, name, tensor in self.sharded_places:
+            registered[name] = tensor
+        for module, name, tensor in self.sharded_attributes:
+            setattr(module, name, tensor)
+
+    def release(self, ranks: PostForwardRanks | None = None) -> None:
+        """Free the gathered buffer.
+
+        Args:
+            ranks: the ranks among which to keep a post-forward shard. Default: keep nothing.
+        """
+        self.post_forward_shard = None
+        if not self.aliased:
+            if ranks is not None:
+                self.post_forward_group, size, place = ranks.group, ranks.size, ranks.place
+                self.post_forward_shard = self.full_alias.chunk(size)[place].clone()
+            self._free()
+
+    def _free(self) -> None:
+        self.version = (_get_version(self.full),)
+        _set_versions((self.full,), (FREED,))
+        self.full_storage.resize_(0)
+
+    def drop_post_forward_shard(self) -> None:
+        """Free the post-forward shard."""
+        self.post_forward_shard = None
+
+    def keep(self) -> None:
+        """Record the state that `stale` compares with, for a bucket that stays gathered after forward."""
+        self.kept_versions, self.kept_step = self._versions(), Bucket.optimizer_steps
+        with _plain():
+            self.kept_with_gradients = any(_get_grad(parameter.sharded) is not None for parameter in self.parameters)
+
+    def stale(self, by_user: bool) -> bool:
+        """Tell whether the sharded parameters may have changed since `keep`.
+
+        Fused optimizers do not change the version counter; but an optimizer writes only parameters with gradients, and
+        later gradients come from a backward pass, which reshards.
+
+        Args:
+            by_user: the user gathered them by ``unshard``, perhaps to add to gradients that there are; then only an
+                optimizer of torch's counts that has stepped since.
+        """
+        stepped = self.kept_step != Bucket.optimizer_steps if by_user else self.kept_with_gradients
+        return stepped or self.kept_versions != self._versions()
+
+    def _versions(self) -> list[int]:
+        with _plain():
+            return [_get_version(parameter.sharded) for parameter in self.parameters]
+
+
+class _Copied:
+    """A copy on the stream for copies, to be waited for like a gather."""
+
+    def __init__(self) -> None:
+        devices = get_platform().devices
+        self._module = devices.device_module()
+        self._event = self._module.Event()
+        self._event.record()
+
+    def wait(self) -> None:
+        """Make the current stream wait for the copy."""
+        self._module.current_stream().wait_event(self._event)
+
+
+def _places(tensors: Iterable[tuple[ManagedParameter, Any]]) -> tuple[list[Any], list[Any]]:
+    """Return where to put tensors, without a lookup later: a module's dictionary, or its own ``__setattr__``."""
+    direct, attributes = [], []
+    for parameter, tensor in tensors:
+        for module, name in parameter.places:
+            if has_own_setattr(module):
+                attributes.append((module, name, tensor))
+            else:
+                direct.append((module._parameters, name, tensor))
+    return direct, attributes

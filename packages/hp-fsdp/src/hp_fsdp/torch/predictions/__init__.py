@@ -1,0 +1,1 @@
+"""What a forward saves, counted or predicted."""

@@ -1,0 +1,1 @@
+"""Steps on PyTorch: the work before and after forward and backward."""

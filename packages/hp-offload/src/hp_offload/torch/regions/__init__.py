@@ -1,0 +1,1 @@
+"""Regions: functions that run again in backward, and what of them is kept."""

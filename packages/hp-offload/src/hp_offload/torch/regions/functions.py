@@ -1,0 +1,252 @@
+"""Heavy functions that modules call themselves: attention, matrix products, convolutions, embeddings.
+
+Note [Functions as sites]
+    No module's forward stands for a function that is called by name, so a function mode looks for these calls. It costs
+    about a microsecond a call of torch, and is on only where a region's table keeps a function's output.
+
+    A function keeps torch's own node in the graph. What the node saved of its arguments is computed again, as anything
+    in a region. The rest (the output, an attention's logarithms of sums) stays, or waits on the host. So the second run
+    needs no arithmetic at such a function: its arguments fill their slots, and its output is handed back. A function
+    that saves copies of its arguments (`einsum` where it has to reorder them) is no site: to keep the copies would cost
+    the memory that a region is there to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hp_offload.torch.packed import Kept, address_of, unpack
+from hp_offload.torch.regions.history import Walk
+from hp_platform.frames import current_frame
+
+__all__ = ["Calls", "Filling", "Role", "Site", "Watched", "hand_back", "is_function", "is_heavy", "layout_of"]
+
+T = torch.Tensor
+_native = torch._C._disabled_torch_dispatch_impl
+_NAMES = {
+    F: "scaled_dot_product_attention linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
+    " embedding grouped_mm scaled_grouped_mm",
+    torch: "matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
+    " _grouped_mm",
+    T: "matmul mm bmm addmm baddbmm",
+}
+_SITES = {
+    getattr(namespace, name): f"{name.removeprefix('_')}()"
+    for namespace, names in _NAMES.items()
+    for name in names.split()
+    if hasattr(namespace, name)
+}
+_KEEP_THEIR_DTYPE = {"embedding()", "grouped_mm()", "scaled_grouped_mm()"}
+"""Functions whose arguments autocast leaves as they are."""
+
+
+_KERNELS = (
+    "mm addmm bmm baddbmm linear embedding convolution _scaled_dot_product _flash_attention _efficient_attention"
+    " _fused_attention npu_fusion_attention _grouped_mm _scaled_grouped_mm"
+).split()
+
+
+def is_heavy(operation: Any) -> bool:
+    """Tell an operation that heavy operations run from all others."""
+    name = str(operation).partition(".")[2].partition(".")[0]
+    return name in _KERNELS or name.startswith("_scaled_dot_product")
+
+
+def is_function(site: str | None) -> bool:
+    """Tell the site of a function from a module's."""
+    return site is not None and site.endswith("()")
+
+
+class Site:
+    """One call of a heavy function.
+
+    Attributes:
+        name: of the site.
+        tensors: its arguments that are tensors, in order.
+        random: it may draw random numbers.
+    """
+
+    def __init__(self, func: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name, self._func = _SITES[func], func
+        leaves, self._structure = tree_flatten((args, kwargs))
+        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, T)]
+        self._rest = [None if isinstance(leaf, T) else leaf for leaf in leaves]
+        self.tensors: list[T] = [leaves[place] for place in self._places]
+        kind = self.tensors[0].device.type
+        if self.name not in _KEEP_THEIR_DTYPE and torch.is_autocast_enabled(kind):
+            # What the function casts is no argument of its own; cast before, it can be computed again.
+            dtype = torch.get_autocast_dtype(kind)
+            cast = lambda each: each.is_floating_point() and each.dtype is not torch.float64  # noqa: E731
+            self.tensors = [each.to(dtype) if cast(each) else each for each in self.tensors]
+        dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        self.random = self.name == "scaled_dot_product_attention()" and dropout > 0
+
+    def compute(self, *tensors: T) -> T:
+        """Call the function with tensors in place of its own."""
+        leaves = list(self._rest)
+        for place, tensor in zip(self._places, tensors):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        return self._func(*args, **kwargs)
+
+    def run(self) -> T:
+        """Call the function."""
+        return self.compute(*self.tensors)
+
+
+class Asked(Protocol):
+    """What a frame's outputs are to be asked about functions."""
+
+    def call(self, site: Site) -> T:
+        """Return the output of a function."""
+        ...
+
+
+class Calls(TorchFunctionMode):
+    """Asks the outputs of a frame about the functions that are called directly in that frame.
+
+    Args:
+        outputs: of the frame.
+    """
+
+    def __init__(self, outputs: Asked) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SITES and not torch.compiler.is_compiling():
+            current = current_frame()
+            if current is not None and current.outputs is self._outputs and _plain(args, kwargs):
+                return self._outputs.call(Site(func, args, kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def _plain(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Return True for tensors of torch's own on a device, without `out` and other options that write."""
+    if kwargs and (kwargs.get("out") is not None or kwargs.get("max_norm") is not None):
+        return False
+    if len(args) > 3 and isinstance(args[3], float):  # max_norm of an embedding
+        return False
+    tensors = [each for each in _flat((*args, *(kwargs or {}).values())) if isinstance(each, T)]
+    return bool(tensors) and all(
+        type(each).__torch_dispatch__ is _native and each.layout is torch.strided and each.device.type != "meta"  # type: ignore[attr-defined]
+        for each in tensors
+    )
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+_Layout = tuple[Any, ...]
+"""Sizes, strides and offset."""
+Role = tuple[int, int, "_Layout | None"]
+"""A saved tensor's number in its region; which argument it is, -1 for none; as what view of it, None for itself."""
+
+
+class Watched:
+    """Sorts what a function saves: its arguments, views of them, and the rest.
+
+    Attributes:
+        roles: of each tensor that it saved.
+        rest: bytes of the storages that are not its arguments', by address.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._arguments = [(address_of(each), each) for each in site.tensors]
+        self.roles: list[Role] = []
+        self.rest: dict[int, int] = {}
+
+    def note(self, index: int, tensor: T) -> bool:
+        """Note a tensor that is saved; return True if it is an argument, which is computed again."""
+        address = address_of(tensor)
+        views = [number for number, (own, _) in enumerate(self._arguments) if own == address != 0]
+        if not views:
+            self.roles.append((index, -1, None))
+            self.rest[address] = tensor.untyped_storage().nbytes() if address else 0
+            return False
+        for number in views:
+            if layout_of(self._arguments[number][1]) == layout_of(tensor):
+                self.roles.append((index, number, None))
+                return True
+        size, stride, offset = layout_of(tensor)
+        offset -= self._arguments[views[0]][1].storage_offset()
+        self.roles.append((index, views[0], (size, stride, offset)))
+        return True
+
+    def copies(self, out: T) -> bool:
+        """Return True if more is saved beside arguments and output than an attention's sums: copies of arguments."""
+        rest = sum(size for address, size in self.rest.items() if address != address_of(out))
+        return 2 * rest > out.untyped_storage().nbytes()
+
+
+def layout_of(tensor: T) -> _Layout:
+    """Return a tensor's sizes, strides and offset."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+class Filling(Protocol):
+    """The second run of a region.
+
+    Attributes:
+        walk: through its graph.
+    """
+
+    walk: Walk
+
+    def put(self, index: int, tensor: T | None) -> None:
+        """Fill the slot of a saved tensor with what it is now; None where it was kept."""
+        ...
+
+
+def hand_back(site: Site, out: T, roles: Iterable[Role], filling: Filling) -> T:
+    """Return a function's output without calling it, and fill the slots of what it saved.
+
+    Args:
+        site: the call in the second run.
+        out: what the first call computed.
+        roles: of what the first call saved.
+        filling: the second run.
+    """
+    for index, number, layout in roles:
+        tensor = None if number < 0 else site.tensors[number]
+        if tensor is not None and layout is not None:
+            tensor = tensor.detach().as_strided(layout[0], layout[1], tensor.storage_offset() + layout[2])
+        filling.put(index, tensor)
+    return _HandedBack.apply(out, site, *site.tensors)  # type: ignore[return-value]
+
+
+class _HandedBack(torch.autograd.Function):
+    """An output that was kept. Only a backward inside of the region asks for its gradient, which calls the function."""
+
+    @staticmethod
+    def forward(ctx: Any, out: T, site: Site, *tensors: T) -> T:
+        ctx.site, ctx.tensors = site, tensors
+        ctx.versions = [each._version for each in tensors]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:
+        if ctx.site.random or torch.is_grad_enabled() or [each._version for each in ctx.tensors] != ctx.versions:
+            raise NotImplementedError(
+                f"A backward inside of a checkpoint passes through {ctx.site.name}, whose output its policy_fn keeps,"
+                " with dropout, for a second derivative or after a write to its arguments: answer MUST_RECOMPUTE."
+            )
+        needed = ctx.needs_input_grad[2:]
+        with torch.enable_grad(), saved_tensors_hooks(Kept, unpack):  # the region has no slots for these
+            tensors = [each.detach().requires_grad_(need) for each, need in zip(ctx.tensors, needed)]
+            out = ctx.site.compute(*tensors)
+        wanted = [each for each, need in zip(tensors, needed) if need]
+        results = iter(torch.autograd.grad(out, wanted, gradients[0]))
+        return None, None, *(next(results) if need else None for need in needed)
