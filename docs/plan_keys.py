@@ -26,8 +26,8 @@ same for editors, `hyper-parallel show plan.toml` a plan's values and where each
 
 A key that no section has, a value of another type or out of range, and a value that nothing of the plan would read are
 errors. A default of none is a key that is left out. `styles`, before the first section, is `"auto"`: the model's own
-tensor parallel table, or the attribute `tp_plan` of [your own](learn/own-model.md), `"auto-sequence"`: that with sequence
-parallelism, or a table `[styles]` of pattern = style.
+tensor parallel table, or the attribute `tp_plan` of [your own](learn/own-model.md), `"auto-sequence"`: that with
+sequence parallelism, or a table `[styles]` of pattern = style.
 """
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 _WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "true or false", "None": ""}

@@ -68,7 +68,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "FSDPModule": "module",
         "HSDPModule": "module",
-        "hsdp_sync_stream": "context",
+        "hsdp_sync_stream": "steps.context",
         "register_fsdp_forward_method": "module",
         "watch_activations": "explain",
     },

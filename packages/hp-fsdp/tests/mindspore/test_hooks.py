@@ -29,7 +29,7 @@ from fsdp_cells import (
 from hp_dtensor import DTensor
 from hp_dtensor.debug import CommDebugMode
 from hp_fsdp import HSDPModule
-from hp_fsdp.mindspore.gradients import Call
+from hp_fsdp.mindspore.groups.gradients import Call
 from hp_platform import count_collectives
 from hp_testing import on_ranks
 

@@ -10,10 +10,10 @@ from mindspore import Parameter, nn
 from mindspore._c_expression import typing
 
 from hp_dtensor import DeviceMesh
-from hp_fsdp.mindspore.group import ParameterGroup
+from hp_fsdp.mindspore.groups.group import ParameterGroup
+from hp_fsdp.mindspore.groups.parameter import ManagedParameter, itemsize
 from hp_fsdp.mindspore.module import HSDPModule, refuse_rewriting, shard_class
 from hp_fsdp.mindspore.optimizers import watch_optimizers
-from hp_fsdp.mindspore.parameter import ManagedParameter, itemsize
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.port import Anatomy
 from hp_fsdp.ranks.axes import DataAxes

@@ -17,10 +17,10 @@ from hp_fsdp.explanation.memory import (
     optimizer_row,
     unsharded_rows,
 )
-from hp_fsdp.mindspore.bucket import Bucket
-from hp_fsdp.mindspore.group import ParameterGroup
+from hp_fsdp.mindspore.groups.bucket import Bucket
+from hp_fsdp.mindspore.groups.group import ParameterGroup
+from hp_fsdp.mindspore.groups.parameter import itemsize
 from hp_fsdp.mindspore.optimizers import States
-from hp_fsdp.mindspore.parameter import itemsize
 from hp_platform import get_platform
 
 __all__ = [

@@ -12,9 +12,9 @@ from mindspore.common._register_for_recompute import recompute_registry
 from mindspore.rewrite.symbol_tree.symbol_tree_builder import SymbolTreeBuilder
 
 from hp_fsdp.groups.managed_params import make_sharded_class, spec_of
-from hp_fsdp.mindspore.group import ParameterGroup
-from hp_fsdp.mindspore.hooks import run_forward
+from hp_fsdp.mindspore.groups.group import ParameterGroup
 from hp_fsdp.mindspore.state_dict import refuse_hooks, write_parts
+from hp_fsdp.mindspore.steps.hooks import run_forward
 from hp_fsdp.module_api import ModuleAPI
 from hp_fsdp.state_dict.loading import check_names, laid_out
 

@@ -38,7 +38,7 @@ from hp_dtensor.mindspore.extend import (
     wrap,
 )
 from hp_fsdp.groups.managed_params import refuse_unreduced, spec_of, unreduced
-from hp_fsdp.mindspore.parameter import copy_range
+from hp_fsdp.mindspore.groups.parameter import copy_range
 from hp_fsdp.mindspore.state_dict import fill, write
 
 __all__ = ["States", "adapted", "watch_optimizers"]

@@ -263,7 +263,7 @@ _FREED = f"is at version {FREED}"
 
 
 def _marks() -> list[Mark]:
-    """List the marks of calls whose backward has not begun: Note [Gradients by other ways] in `hp_fsdp.torch.steps.hooks`."""
+    """List the marks of calls whose backward has not begun: Note [Gradients by other ways] in `hooks`."""
     return [group.mark for context in list(_contexts) for group in context.groups if group.mark is not None]
 
 

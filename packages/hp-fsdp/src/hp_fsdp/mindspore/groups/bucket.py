@@ -24,9 +24,9 @@ from mindspore.common import dtype as mstype
 from hp_dtensor.mindspore.extend import autograd, local_mode, local_view, set_local
 from hp_fsdp.grad_norm import mark_in_blocks
 from hp_fsdp.groups.layout import FlatLayout
-from hp_fsdp.mindspore.deterministic import MicroBatchSums
-from hp_fsdp.mindspore.host import to_device, to_host
-from hp_fsdp.mindspore.parameter import ManagedParameter, copy_range, itemsize
+from hp_fsdp.mindspore.groups.deterministic import MicroBatchSums
+from hp_fsdp.mindspore.groups.host import to_device, to_host
+from hp_fsdp.mindspore.groups.parameter import ManagedParameter, copy_range, itemsize
 from hp_fsdp.options import BucketPlan, GroupOptions
 from hp_fsdp.ranks.axes import DataAxes, PostForwardRanks
 from hp_platform import get_platform

@@ -2,7 +2,7 @@
 
 Note [Where backward begins and ends]
     The backward of a Cell begins when a gradient has come to one of its outputs: a hook on that tensor. It ends with
-    the node that unsharded its parameters: Note [The oldest node] in `hp_fsdp.mindspore.gradients`.
+    the node that unsharded its parameters: Note [The oldest node] in `hp_fsdp.mindspore.groups.gradients`.
 
 Note [Forward inside backward]
     Recomputation runs forward again in backward. Inside a Cell whose backward has begun the parameters are gathered,
@@ -25,9 +25,9 @@ from mindspore.common import dtype as mstype
 from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor.mindspore.extend import DTensor, alias, grad_enabled, local_mode, once_differentiable, own_dtypes, wrap
-from hp_fsdp.mindspore.context import RootContext, in_backward
-from hp_fsdp.mindspore.gradients import Call, unsharded_tensors
-from hp_fsdp.mindspore.group import ParameterGroup
+from hp_fsdp.mindspore.groups.gradients import Call, unsharded_tensors
+from hp_fsdp.mindspore.groups.group import ParameterGroup
+from hp_fsdp.mindspore.steps.context import RootContext, in_backward
 from hp_fsdp.steps.tree import tree_functions
 
 __all__ = ["run_forward"]

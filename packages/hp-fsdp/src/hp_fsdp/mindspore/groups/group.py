@@ -9,16 +9,16 @@ from mindspore import Tensor, _no_grad
 
 from hp_dtensor.mindspore.extend import local_mode
 from hp_fsdp.groups.group import Group
-from hp_fsdp.mindspore.bucket import Bucket
-from hp_fsdp.mindspore.gradients import Call, unsharded_tensors
-from hp_fsdp.mindspore.parameter import ManagedParameter
+from hp_fsdp.mindspore.groups.bucket import Bucket
+from hp_fsdp.mindspore.groups.gradients import Call, unsharded_tensors
+from hp_fsdp.mindspore.groups.parameter import ManagedParameter
 from hp_fsdp.options import BucketPlan
 from hp_fsdp.ranks.axes import DataAxes, PostForwardRanks
 from hp_platform import get_platform
 from hp_platform.extend import attribute_to
 
 if TYPE_CHECKING:
-    from hp_fsdp.mindspore.context import RootContext
+    from hp_fsdp.mindspore.steps.context import RootContext
 
 __all__ = ["ParameterGroup"]
 

@@ -8,8 +8,8 @@ from mindspore import _no_grad, nn
 from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor.mindspore.extend import own_dtypes
-from hp_fsdp.mindspore.gradients import Call
-from hp_fsdp.mindspore.group import ParameterGroup
+from hp_fsdp.mindspore.groups.gradients import Call
+from hp_fsdp.mindspore.groups.group import ParameterGroup
 from hp_fsdp.steps.context import Context
 
 __all__ = ["RootContext", "hsdp_sync_stream", "in_backward"]

@@ -28,7 +28,7 @@ from mindspore import Tensor, _Function, _no_grad
 from hp_dtensor.mindspore.extend import alias, local_mode, once_differentiable
 
 if TYPE_CHECKING:
-    from hp_fsdp.mindspore.group import ParameterGroup
+    from hp_fsdp.mindspore.groups.group import ParameterGroup
 
 __all__ = ["Call", "unsharded_tensors"]
 

@@ -1,0 +1,1 @@
+"""Groups on MindSpore: buckets, parameters, gradients."""

@@ -1,0 +1,1 @@
+"""Steps on MindSpore: the work before and after forward and backward."""
