@@ -1,20 +1,27 @@
-"""Draw the packages and their imports of each other in docs/architecture.md.
+"""Draw the packages and their imports in docs/architecture.md, and the map of each package in its README.
 
-python docs/architecture.py            writes the picture and the table anew
-python docs/architecture.py --check    fails where they are not what the sources import
+python docs/architecture.py            writes the picture, the table and the maps anew
+python docs/architecture.py --check    fails where they are not what the sources say, and for a folder of too many entries
+
+A map has a line for each module: its name, and the first line of its docstring. Modules that every package has (`port`,
+`extend`, the frameworks' folders) don't count as entries of a folder.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import structure
 
 PAGE = structure.ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- from here: docs/architecture.py -->\n", "<!-- up to here -->\n"
+MOST_ENTRIES = 10
+EVERYWHERE = {"__init__.py", "__main__.py", "extend.py", "port.py", "torch", "mindspore", "__pycache__", "py.typed"}
 
 
 def doors(modules: Mapping[str, structure.Module]) -> dict[tuple[str, str], set[str]]:
@@ -66,17 +73,57 @@ def generated() -> str:
     return "\n".join([*draw(modules), "", *tabulate(modules, about), ""])
 
 
+def clause(path: Path) -> str:
+    """Get the first paragraph of a module's docstring, up to its first full stop."""
+    text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[^.])\.(?: |$)", paragraph)[0].replace("|", "\\|")
+
+
+def chart(folder: Path) -> Iterator[str]:
+    """Write the map of a package: its folders, and the modules in each."""
+    yield "| module | what it is |"
+    yield "| --- | --- |"
+    for inner in [folder, *sorted(path.parent for path in folder.rglob("__init__.py") if path.parent != folder)]:
+        name = "/".join(inner.relative_to(folder).parts)
+        if name:
+            yield f"| **{name}/** | {clause(inner / '__init__.py')} |"
+        for path in sorted(inner.glob("*.py")):
+            if path.name != "__init__.py":
+                yield f"| {name + '/' if name else ''}{path.stem} | {clause(path)} |"
+
+
+def crowded() -> Iterator[str]:
+    """Find folders that have more entries side by side than a reader takes in."""
+    for folder in sorted({path.parent for path in structure.ROOT.glob("packages/*/src/**/*.py")}):
+        entries = {path.name for path in folder.iterdir()} - EVERYWHERE
+        if len(entries) > MOST_ENTRIES:
+            yield f"{folder.relative_to(structure.ROOT)} has {len(entries)} entries, more than {MOST_ENTRIES}"
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Make each page whose part is from the sources."""
+    yield PAGE, generated()
+    for readme in sorted(structure.ROOT.glob("packages/*/README.md")):
+        package = readme.parent.name.replace("-", "_")
+        yield readme, "\n".join([*chart(readme.parent / "src" / package), ""])
+
+
 def main() -> int:
-    """Write the page, or compare it; return the exit status."""
-    page = PAGE.read_text("utf-8")
+    """Write the pages, or compare them; return the exit status."""
     pattern = re.compile(f"(?<={re.escape(BEGIN)}).*(?={re.escape(END)})", re.DOTALL)
-    made = pattern.sub(lambda _: "\n" + generated() + "\n", page)
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(made, "utf-8")
-    elif made != page:
-        print(f"{PAGE} is not what the sources import: python docs/architecture.py", file=sys.stderr)
-        return 1
-    return 0
+    wrong = list(crowded())
+    for path, part in pages():
+        page = path.read_text("utf-8")
+        made = pattern.sub(lambda _, part=part: "\n" + part + "\n", page)
+        if "--check" not in sys.argv[1:]:
+            path.write_text(made, "utf-8")
+        elif made != page:
+            wrong.append(f"{path} is not what the sources say: python docs/architecture.py")
+        if BEGIN not in page:
+            wrong.append(f"{path} has no place for what docs/architecture.py writes")
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
