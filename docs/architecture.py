@@ -1,7 +1,7 @@
 """Draw the packages and their imports in docs/architecture.md, and the map of each package in its README.
 
 python docs/architecture.py            writes the picture, the table and the maps anew
-python docs/architecture.py --check    fails where they are not what the sources say, and for a folder of too many entries
+python docs/architecture.py --check    fails where they are not what the sources say, or a folder has too many entries
 
 A map has a line for each module: its name, and the first line of its docstring. Modules that every package has (`port`,
 `extend`, the frameworks' folders) don't count as entries of a folder.
