@@ -1,6 +1,6 @@
 """Count the source: lines and files by package and wing, import circles, imports of other packages' internals.
 
-It also finds closures that call themselves: Note [No closure calls itself] in `hp_platform.nested`.
+It also finds closures that call themselves: Note [No closure calls itself] in `hp_platform.values.nested`.
 
     python docs/structure.py            the working tree
     python docs/structure.py REVISION   a commit, tag or branch

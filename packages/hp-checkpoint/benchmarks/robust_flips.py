@@ -30,7 +30,7 @@ from hp_checkpoint.layout.state import flatten
 from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.saving import save_state
 from hp_testing import close_pools, run_ranks
-from hp_testing.target import select
+from hp_testing.pools.target import select
 
 LAYOUTS: tuple[Any, ...] = ("files", "shards")
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from hp_checkpoint.disk.manifest import BLOCK
 from hp_testing import close_pools, run_ranks
-from hp_testing.target import select
+from hp_testing.pools.target import select
 
 LAYOUTS = ("rows", "columns", "strided", "ragged", "replicated", "two axes")
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import layout_pairs
 
 from hp_testing import close_pools, run_ranks
-from hp_testing.target import select
+from hp_testing.pools.target import select
 
 TIMEOUT = 1200.0
 

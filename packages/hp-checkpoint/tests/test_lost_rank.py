@@ -10,8 +10,8 @@ import pytest
 
 from hp_checkpoint import load
 from hp_checkpoint.disk.retention import steps_in
-from hp_testing import target
-from hp_testing.processes import rank_processes
+from hp_testing.pools import target
+from hp_testing.pools.processes import rank_processes
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import dying_rank

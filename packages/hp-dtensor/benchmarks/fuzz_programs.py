@@ -26,7 +26,7 @@ from program_grammar import Program  # noqa: E402
 from program_runs import Counts, Verdict  # noqa: E402
 
 from hp_testing import close_pools, run_ranks  # noqa: E402
-from hp_testing.pool import RankError  # noqa: E402
+from hp_testing.pools.pool import RankError  # noqa: E402
 
 MESHES = ((2,), (3,), (4,), (2, 2))
 CHUNK = 25

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hp_dtensor as hp
 import hp_styles
-from hp_dtensor.torch.ops import dispatch
+from hp_dtensor.torch.ops.dispatching import dispatch
 
 
 def resident() -> float:

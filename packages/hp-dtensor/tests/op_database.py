@@ -264,7 +264,7 @@ def judge_in_pool(names: list[str], ranks: int, *options: Any, timeout: float = 
     An operator is right where it is on every rank.
     """
     from hp_testing import run_ranks
-    from hp_testing.pool import RankError
+    from hp_testing.pools.pool import RankError
 
     try:
         by_rank = run_ranks(ranks, judge_all, names, *options, timeout=timeout)

@@ -19,7 +19,7 @@ from hp_dtensor import (
     implicit_replication,
     init_device_mesh,
 )
-from hp_dtensor.debug import CommDebugMode
+from hp_dtensor.debugging.debug import CommDebugMode
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")

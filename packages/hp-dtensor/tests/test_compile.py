@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from hp_dtensor.debug import CommDebugMode
+from hp_dtensor.debugging.debug import CommDebugMode
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")

@@ -14,10 +14,10 @@ from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from hp_dtensor.debug import Collective, CommDebugMode, Total
-from hp_dtensor.sharding_plan import shard_module
+from hp_dtensor.creation.sharding_plan import shard_module
+from hp_dtensor.debugging.debug import Collective, CommDebugMode, Total
 from hp_platform import get_platform
-from hp_platform.observing import observers
+from hp_platform.communication.observing import observers
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")

@@ -22,7 +22,7 @@ from hp_dtensor import (
     init_device_mesh,
 )
 from hp_dtensor.torch.dtensor import local_view
-from hp_dtensor.torch.ops import dispatch
+from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 

@@ -23,7 +23,7 @@ from hp_dtensor import (
     get_current_mesh,
     init_device_mesh,
 )
-from hp_dtensor.debug import CommDebugMode
+from hp_dtensor.debugging.debug import CommDebugMode
 from hp_platform import GroupOptions, get_platform, manual_seed
 from hp_testing import device_type, on_ranks
 

@@ -20,7 +20,7 @@ from hp_dtensor import (
     init_empty_weights,
     init_parameters,
 )
-from hp_dtensor.sharding_plan import shard_module
+from hp_dtensor.creation.sharding_plan import shard_module
 from hp_dtensor.torch.api import distribute_parameter
 from hp_testing import device_type, on_ranks
 

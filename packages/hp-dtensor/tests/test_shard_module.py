@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hp_dtensor import DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from hp_dtensor.sharding_plan import shard_module
+from hp_dtensor.creation.sharding_plan import shard_module
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 

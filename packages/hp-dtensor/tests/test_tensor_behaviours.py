@@ -26,7 +26,7 @@ from hp_dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
-from hp_dtensor.debug import CommDebugMode
+from hp_dtensor.debugging.debug import CommDebugMode
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))

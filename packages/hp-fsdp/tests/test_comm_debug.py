@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hp_dtensor import init_device_mesh
-from hp_dtensor.debug import CommDebugMode
+from hp_dtensor.debugging.debug import CommDebugMode
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path

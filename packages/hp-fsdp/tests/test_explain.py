@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from hp_dtensor.debug import CommDebugMode
+from hp_dtensor.debugging.debug import CommDebugMode
 from hp_fsdp import MixedPrecisionPolicy, explain, fully_shard, watch_activations
-from hp_platform.observing import count_collectives
+from hp_platform.communication.observing import count_collectives
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path

@@ -10,7 +10,7 @@ import pytest
 
 import hp_platform
 from hp_platform import get_platform
-from hp_platform.ports import SettingError, choose_kind, platform_name
+from hp_platform.platforms.ports import SettingError, choose_kind, platform_name
 
 
 @pytest.fixture

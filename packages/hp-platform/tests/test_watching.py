@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hp_platform import get_platform, watch_hangs
-from hp_platform.agreement import share_bytes
+from hp_platform.communication.agreement import share_bytes
 from hp_platform.failures import flight
 from hp_platform.failures.flight import Channel, read_flight
 from hp_platform.groups import number_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh
-from hp_dtensor.debug import CommDebugMode
+from hp_dtensor.debugging.debug import CommDebugMode
 from hp_platform import get_platform
 from hp_styles import (
     AsyncDSAIndexerContextParallel,

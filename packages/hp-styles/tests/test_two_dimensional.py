@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from hp_dtensor.debug import CommDebugMode
+from hp_dtensor.debugging.debug import CommDebugMode
 from hp_platform import count_collectives
 from hp_styles import ColwiseParallel, TwoDimensionalParallel, parallelize_module
 from hp_testing import device_type, on_ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hp_platform import get_platform
-from hp_platform.ports import platform_name
+from hp_platform.platforms.ports import platform_name
 from hp_testing.frameworks import uses_none
 
 pytestmark = pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it")

@@ -12,7 +12,7 @@ import pytest
 
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
-from hp_platform.ports import choose_kind
+from hp_platform.platforms.ports import choose_kind
 from hyper_parallel import cli
 from hyper_parallel.__main__ import main
 

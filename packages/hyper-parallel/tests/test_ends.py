@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_testing.processes import ended
+from hp_testing.pools.processes import ended
 
 pytestmark = [
     pytest.mark.framework("torch"),

@@ -18,7 +18,7 @@ import pytest
 
 import hp_platform
 from hp_plan import ParallelPlan, lint
-from hp_platform.ports import platform_name
+from hp_platform.platforms.ports import platform_name
 from hp_testing import run_ranks
 
 ROOT = Path(__file__).parents[3]

@@ -6,21 +6,21 @@ loaded at first use.
 
 from typing import TYPE_CHECKING
 
-from hp_dtensor.creation import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
+from hp_dtensor.creation.creation import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
+from hp_dtensor.creation.sharding_plan import shard_module
+from hp_dtensor.debugging.visualize import visualize_sharding
+from hp_dtensor.functions.local_map import custom_shard, local_map
+from hp_dtensor.functions.modes import SkipDTensorDispatch, implicit_replication
 from hp_dtensor.layout.layout import Layout
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.local_map import custom_shard, local_map
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh, init_device_mesh
-from hp_dtensor.modes import SkipDTensorDispatch, implicit_replication
-from hp_dtensor.sharding_plan import shard_module
-from hp_dtensor.visualize import visualize_sharding
 from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
     from hp_dtensor.torch.dtensor import DTensor
-    from hp_dtensor.torch.functional import DFunction, parallelize_value_and_grad
-    from hp_dtensor.torch.init import init_empty_weights, init_on_device, init_parameters
-    from hp_dtensor.torch.register import register_sharding
+    from hp_dtensor.torch.functions.functional import DFunction, parallelize_value_and_grad
+    from hp_dtensor.torch.functions.register import register_sharding
+    from hp_dtensor.torch.modules.init import init_empty_weights, init_on_device, init_parameters
 
 __all__ = [
     "DFunction",
@@ -59,12 +59,12 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "DFunction": "functional",
+        "DFunction": "functions.functional",
         "DTensor": "dtensor",
-        "init_empty_weights": "init",
-        "init_on_device": "init",
-        "init_parameters": "init",
-        "parallelize_value_and_grad": "functional",
-        "register_sharding": "register",
+        "init_empty_weights": "modules.init",
+        "init_on_device": "modules.init",
+        "init_parameters": "modules.init",
+        "parallelize_value_and_grad": "functions.functional",
+        "register_sharding": "functions.register",
     },
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from hp_dtensor.creation.sharding_plan import matches, matching
+from hp_dtensor.debugging.visualize import text_table
 from hp_dtensor.layout.boxes import Box, boxes
 from hp_dtensor.layout.placements import kind_of
 from hp_dtensor.layout.sharding import cut_dim, intervals, local_shape
 from hp_dtensor.layout.spec import TensorSpec, normalize, spec_named
 from hp_dtensor.mesh.axes import axes_overlap, axes_within, axis_within
 from hp_dtensor.mesh.roots import in_one_root, slice_of
-from hp_dtensor.sharding_plan import matches, matching
-from hp_dtensor.visualize import text_table
 
 __all__ = [
     "Box",

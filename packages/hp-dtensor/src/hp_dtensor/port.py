@@ -194,16 +194,16 @@ def creation() -> Creation:
 @functools.cache
 def modules() -> Modules:
     """Return the framework's `Modules`."""
-    return load_port(Modules, "shard_module")
+    return load_port(Modules, "modules.shard_module")
 
 
 @functools.cache
 def ranks() -> Ranks:
     """Return the framework's `Ranks`."""
-    return load_port(Ranks, "ranks")
+    return load_port(Ranks, "interop.ranks")
 
 
 @functools.cache
 def debug() -> Debug:
     """Return the framework's `Debug`."""
-    return load_port(Debug, "debug")
+    return load_port(Debug, "modules.debug")

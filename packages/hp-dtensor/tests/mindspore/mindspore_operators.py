@@ -100,7 +100,7 @@ def judge_in_pool(names: Sequence[str], mesh_shape: Sequence[int], limit: int, t
     An operator is right where it is on every rank.
     """
     from hp_testing import run_ranks
-    from hp_testing.pool import RankError
+    from hp_testing.pools.pool import RankError
 
     ranks = int(np.prod(mesh_shape))
     try:

@@ -20,13 +20,13 @@ from hp_dtensor import (
     init_device_mesh,
     init_on_device,
     init_parameters,
-    local_map,
     parallelize_value_and_grad,
     register_sharding,
 )
+from hp_dtensor.functions import local_map
 from hp_dtensor.mindspore.api import distribute_parameter
-from hp_dtensor.mindspore.ops.bindings import BINDINGS
-from hp_dtensor.mindspore.ops.dispatch import forget_plans
+from hp_dtensor.mindspore.ops.dispatching.bindings import BINDINGS
+from hp_dtensor.mindspore.ops.dispatching.dispatch import forget_plans
 from hp_testing import device_type, on_ranks
 
 X = np.arange(30, dtype=np.float32).reshape(5, 6) / 7
@@ -137,7 +137,7 @@ import mindspore
 from hp_dtensor import register_sharding
 register_sharding("Abs")(lambda x: [])
 import hp_dtensor.mindspore.ops.functions  # the table of kernels
-from hp_dtensor.mindspore.ops.bindings import BINDINGS
+from hp_dtensor.mindspore.ops.dispatching.bindings import BINDINGS
 print(BINDINGS["Abs"].rule, BINDINGS["Exp"].rule)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

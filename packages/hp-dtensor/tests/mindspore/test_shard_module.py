@@ -8,7 +8,7 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn
 
 from hp_dtensor import Layout, Replicate, Shard, parallelize_value_and_grad
-from hp_dtensor.sharding_plan import shard_module
+from hp_dtensor.creation.sharding_plan import shard_module
 from hp_testing import on_ranks
 
 X = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)

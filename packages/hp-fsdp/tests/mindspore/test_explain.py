@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their 
 from fsdp_cells import Net, batch, data_mesh, differentiated, gathered, groups_of, loss_of, pair, seeded, world
 
 from hp_dtensor import SkipDTensorDispatch
-from hp_dtensor.debug import CommDebugMode
+from hp_dtensor.debugging.debug import CommDebugMode
 from hp_fsdp import MixedPrecisionPolicy, explain, fully_shard
 from hp_platform import count_collectives
 from hp_testing import on_ranks

@@ -27,7 +27,7 @@ from fsdp_cells import (
 )
 
 from hp_dtensor import DTensor
-from hp_dtensor.debug import CommDebugMode
+from hp_dtensor.debugging.debug import CommDebugMode
 from hp_fsdp import HSDPModule
 from hp_fsdp.mindspore.groups.gradients import Call
 from hp_platform import count_collectives

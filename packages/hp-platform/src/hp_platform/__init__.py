@@ -5,6 +5,7 @@ Everything is reached through `get_platform()`; no framework is imported before 
 
 from __future__ import annotations
 
+from hp_platform.communication.observing import CollectiveCounts, count_collectives
 from hp_platform.failures.debugging import breakpoint
 from hp_platform.failures.peers import LostRankError
 from hp_platform.failures.watching import watch_hangs
@@ -18,8 +19,7 @@ from hp_platform.groups import (
     mark_created_groups,
     split_group,
 )
-from hp_platform.observing import CollectiveCounts, count_collectives
-from hp_platform.platform import Platform, get_platform
+from hp_platform.platforms.platform import Platform, get_platform
 from hp_platform.random import manual_seed
 
 __all__ = [

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_platform import groups
-from hp_platform.checks import (
+from hp_platform.communication.checks import (
     check_complex,
     check_pair,
     check_peer,
@@ -23,8 +23,8 @@ from hp_platform.checks import (
     scatter_mismatch,
     unknown_op,
 )
+from hp_platform.communication.observing import Observed, begin, observers
 from hp_platform.failures import flight
-from hp_platform.observing import Observed, begin, observers
 from hp_platform.port import Collectives, Group, Groups, Handle, Tensor, port
 
 OPS = ("sum", "avg", "min", "max", "product")

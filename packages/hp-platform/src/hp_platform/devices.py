@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from hp_platform.host import memory_bytes, peak_resident_bytes, processor_name, reset_peak_resident_bytes
+from hp_platform.platforms.host import memory_bytes, peak_resident_bytes, processor_name, reset_peak_resident_bytes
+from hp_platform.platforms.ports import choose_kind
 from hp_platform.port import Capabilities, port
-from hp_platform.ports import choose_kind
 
 
 class Devices:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hp_platform.agreement import agree, describe, gather_bytes, share_bytes
+from hp_platform.communication.agreement import agree, describe, gather_bytes, share_bytes
+from hp_platform.communication.observing import attribute_to, attributed_modules, observers
 from hp_platform.failures.debugging import TERMINAL, inspect_error, open_debugger
 from hp_platform.failures.flight import Flight, beating, note_step, read_flight, record_flight
 from hp_platform.failures.hang_reports import (
@@ -16,11 +17,9 @@ from hp_platform.failures.hang_reports import (
 from hp_platform.failures.hangs import find_hang
 from hp_platform.failures.peers import FailedRankError
 from hp_platform.groups import init_on_this_machine, own_rank, when_groups_end
-from hp_platform.host import end_with_parent, watch_parent
-from hp_platform.launchers import Place, inside_launcher, launch_command, launcher_place, speaks_for_ranks
-from hp_platform.nested import map_nested
-from hp_platform.observing import attribute_to, attributed_modules, observers
-from hp_platform.ports import (
+from hp_platform.platforms.host import end_with_parent, watch_parent
+from hp_platform.platforms.launchers import Place, inside_launcher, launch_command, launcher_place, speaks_for_ranks
+from hp_platform.platforms.ports import (
     DEVICE,
     KINDS,
     PLATFORM,
@@ -31,7 +30,8 @@ from hp_platform.ports import (
     platform_name,
     wanted_platform,
 )
-from hp_platform.tree_sum import TreeSum, subtrees
+from hp_platform.values.nested import map_nested
+from hp_platform.values.tree_sum import TreeSum, subtrees
 
 __all__ = [
     "DEVICE",

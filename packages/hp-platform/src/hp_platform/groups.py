@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from hp_platform.checks import (
+from hp_platform.communication.checks import (
     check_child_backend,
     check_options,
     check_ranks,
@@ -20,9 +20,9 @@ from hp_platform.checks import (
     no_default_group,
     read_split_ranks,
 )
-from hp_platform.launchers import half_launched, launch_command, launcher_place
+from hp_platform.platforms.launchers import half_launched, launch_command, launcher_place
+from hp_platform.platforms.ports import platform_name
 from hp_platform.port import Group, port
-from hp_platform.ports import platform_name
 
 __all__ = ["groups_ended", "init_on_this_machine", "own_rank", "when_groups_end"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-from hp_platform.ports import load_port
+from hp_platform.platforms.ports import load_port
 
 Group = Any
 Tensor = Any

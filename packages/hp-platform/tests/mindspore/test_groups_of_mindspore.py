@@ -18,7 +18,7 @@ from mindspore import communication
 import hp_platform
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, close_pools, on_ranks, run_ranks
-from hp_testing.processes import ended
+from hp_testing.pools.processes import ended
 
 
 @on_ranks(3)

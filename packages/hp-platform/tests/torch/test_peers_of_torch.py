@@ -15,8 +15,9 @@ import torch.distributed as dist
 import hp_platform
 from hp_platform import LostRankError, get_platform
 from hp_platform.torch import peers
-from hp_testing import on_ranks, target
-from hp_testing.processes import rank_processes
+from hp_testing import on_ranks
+from hp_testing.pools import target
+from hp_testing.pools.processes import rank_processes
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import far_ranks

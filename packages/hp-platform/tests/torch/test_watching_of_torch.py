@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hp_testing import target
-from hp_testing.processes import rank_processes
+from hp_testing.pools import target
+from hp_testing.pools.processes import rank_processes
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import hanging_ranks

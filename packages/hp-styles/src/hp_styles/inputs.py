@@ -13,7 +13,7 @@ from hp_dtensor import DeviceMesh, Placement
 from hp_dtensor.extend import TensorSpec, normalize
 from hp_styles import port
 from hp_styles.checks import Widths, check_mesh, check_sized, check_widths, shapes_of_ranks
-from hp_styles.rounds import Round, Rounds
+from hp_styles.context.rounds import Round, Rounds
 
 __all__ = [
     "NotPickled",

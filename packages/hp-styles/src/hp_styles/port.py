@@ -12,9 +12,9 @@ from hp_platform.extend import load_port
 
 if TYPE_CHECKING:
     from hp_dtensor.extend import TensorSpec
+    from hp_styles.context.rounds import Rounds
     from hp_styles.context.sparse import SparseStyle
     from hp_styles.context.styles import Settings
-    from hp_styles.rounds import Rounds
 
 Module = Any
 Tensor = Any

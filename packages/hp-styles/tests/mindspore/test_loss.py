@@ -8,7 +8,7 @@ import pytest
 from mindspore import Tensor, ops
 
 from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, parallelize_value_and_grad
-from hp_dtensor.debug import CommDebugMode
+from hp_dtensor.debugging.debug import CommDebugMode
 from hp_styles import loss_parallel
 from hp_testing import on_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hp_platform.ports import platform_name
+from hp_platform.platforms.ports import platform_name
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,10 +13,10 @@ from typing import Any, cast
 import pytest
 from _pytest.junitxml import xml_key
 
-from hp_platform.ports import platform_name
-from hp_testing import pool, target
+from hp_platform.platforms.ports import platform_name
 from hp_testing.frameworks import TITLES, needed_framework, uses_none
-from hp_testing.reference import BODY
+from hp_testing.pools import pool, target
+from hp_testing.pools.reference import BODY
 
 NEUTRAL = "torch-cpu"  # where tests are run that no framework takes part in
 ELSEWHERE = f"no framework in it: run on {NEUTRAL}"

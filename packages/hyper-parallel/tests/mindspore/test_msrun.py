@@ -24,7 +24,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hp_plan import ParallelPlan
-from hp_testing.processes import ended
+from hp_testing.pools.processes import ended
 from hyper_parallel.launch import Interrupted, Job, RankFailure
 from hyper_parallel.mindspore.launch import _Signalled, _signals_raise, launch
 

@@ -8,8 +8,8 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from hp_dtensor.creation import broadcast
-from hp_dtensor.from_local import (
+from hp_dtensor.creation.creation import broadcast
+from hp_dtensor.creation.from_local import (
     check_inside,
     check_local,
     check_part,
@@ -23,8 +23,8 @@ from hp_dtensor.layout.spec import TensorSpec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, gradient_as, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
+from hp_dtensor.mindspore.modules.parameter import set_local
 from hp_dtensor.mindspore.moves.redistribute import execute
-from hp_dtensor.mindspore.parameter import set_local
 from hp_platform import get_platform
 
 __all__ = ["distribute_parameter", "from_local", "replicate_parameters"]

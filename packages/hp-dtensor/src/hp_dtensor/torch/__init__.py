@@ -8,8 +8,8 @@ from hp_dtensor.torch.backward.passes import install as _install_passes
 from hp_dtensor.torch.compile.compiling import install as _install_compiling
 from hp_dtensor.torch.dtensor import install as _install_methods
 from hp_dtensor.torch.moves.transfer import relayout as _relayout
-from hp_dtensor.torch.ops.dispatch import install as _install_dispatch
-from hp_dtensor.torch.ops.special import install as _install_special
+from hp_dtensor.torch.ops.dispatching.dispatch import install as _install_dispatch
+from hp_dtensor.torch.ops.dispatching.special import install as _install_special
 
 _install_methods(_from_local, _relayout, _on_local_gradient)
 _install_special()

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.creation import broadcast, distribute_tensor
-from hp_dtensor.from_local import (
+from hp_dtensor.creation.creation import broadcast, distribute_tensor
+from hp_dtensor.creation.from_local import (
     check_local,
     check_part,
     check_ranks,
@@ -20,11 +20,11 @@ from hp_dtensor.layout.layout import Layout, as_placements
 from hp_dtensor.layout.placements import Placement, Replicate
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
-from hp_dtensor.torch import random
 from hp_dtensor.torch.backward.engine import on_local_gradient
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
-from hp_dtensor.torch.foreign import refuse_foreign
+from hp_dtensor.torch.functions import random
+from hp_dtensor.torch.interop.foreign import refuse_foreign
 from hp_dtensor.torch.moves.borders import gradient_as
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.views.moved_view import shares

@@ -6,6 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# ---- [compile] ----
+
+
+@dataclass(frozen=True)
+class CompileSection:
+    """Blocks that torch compiles, each into one graph or not at all (`torch.compile(fullgraph=True)`).
+
+    Attributes:
+        blocks: patterns of modules, such as `"model.layers.*"`; none compiles nothing.
+        backend: of torch.compile.
+    """
+
+    blocks: tuple[str, ...] = ()
+    backend: str = "inductor"
+
 
 @dataclass(frozen=True)
 class ModelSection:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from hp_platform.agreement import share_bytes
+from hp_platform.communication.agreement import share_bytes
 from hp_platform.failures.flight import beating
 from hp_platform.groups import is_initialized, own_rank
 from hp_platform.groups import size as world_size

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from hp_platform.agreement import agree, share_bytes
+from hp_platform.communication.agreement import agree, share_bytes
 from hp_platform.failures import flight
 from hp_platform.failures.flight import Flight, read_flight, record_flight
 from hp_platform.failures.hang_reports import ask_for_stacks, describe_hang, has_ended, process_state, send_signal

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hp_platform.communication.observing import observers
 from hp_platform.failures.peers import (
     Address,
     FailedRankError,
@@ -31,8 +32,7 @@ from hp_platform.failures.peers import (
     own_host,
     tell_failure,
 )
-from hp_platform.host import break_connections
-from hp_platform.observing import observers
+from hp_platform.platforms.host import break_connections
 
 __all__ = ["Pending", "can_disconnect", "disconnect", "give_up", "leave", "meet", "raise_if_lost"]
 

@@ -12,7 +12,7 @@ from hp_styles import port
 from hp_styles.base import ParallelStyle
 from hp_styles.checks import check_mesh
 from hp_styles.context.plan import Settings
-from hp_styles.rounds import Rounds
+from hp_styles.context.rounds import Rounds
 
 __all__ = [
     "AsyncContextParallel",

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from hp_dtensor.layout.placements import Shard
-from hp_dtensor.mindspore.ops import extremes, local, shapes
-from hp_dtensor.mindspore.ops.bindings import BINDINGS, bind
+from hp_dtensor.mindspore.ops import extremes, local
+from hp_dtensor.mindspore.ops.dispatching import shapes
+from hp_dtensor.mindspore.ops.dispatching.bindings import BINDINGS, bind
 from hp_dtensor.ops.planning import Call
 from hp_dtensor.rules.library import dims_argument
 

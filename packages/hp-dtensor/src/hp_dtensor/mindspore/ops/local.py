@@ -18,7 +18,7 @@ from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 from hp_dtensor.layout.placements import Shard
 from hp_dtensor.layout.sharding import chunk
 from hp_dtensor.mindspore.backward.autograd import alias
-from hp_dtensor.mindspore.ops.shapes import ints, pad_pairs, sliced
+from hp_dtensor.mindspore.ops.dispatching.shapes import ints, pad_pairs, sliced
 from hp_dtensor.rules.library import dims_argument
 from hp_platform import get_platform
 

@@ -8,8 +8,8 @@ from typing import Any
 from mindspore import ops
 
 from hp_dtensor.mindspore.backward.autograd import local_mode
-from hp_dtensor.mindspore.ops import shapes
-from hp_dtensor.mindspore.ops.bindings import bind
+from hp_dtensor.mindspore.ops.dispatching import shapes
+from hp_dtensor.mindspore.ops.dispatching.bindings import bind
 from hp_dtensor.ops.planning import Call
 
 __all__: list[str] = []

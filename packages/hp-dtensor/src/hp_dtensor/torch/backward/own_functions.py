@@ -24,9 +24,9 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.function import once_differentiable
 
+from hp_dtensor.functions.modes import replicates_plain
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.modes import replicates_plain
 from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap

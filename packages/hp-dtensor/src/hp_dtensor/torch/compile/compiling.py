@@ -29,7 +29,7 @@ from hp_dtensor.torch.compile import graph
 from hp_dtensor.torch.compile.graph import CopiedView
 from hp_dtensor.torch.compile.overrides import Override
 from hp_dtensor.torch.dtensor import DTensor
-from hp_dtensor.torch.ops import dispatch
+from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.views.moved_view import MovedView
 
 __all__ = ["install", "encode_placements", "traces_as"]

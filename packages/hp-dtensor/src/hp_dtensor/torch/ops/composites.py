@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor.torch.ops import dispatch
-from hp_dtensor.torch.ops.calls import functions_of, tensors_of
+from hp_dtensor.torch.ops.dispatching import dispatch
+from hp_dtensor.torch.ops.dispatching.calls import functions_of, tensors_of
 from hp_dtensor.torch.ops.functions import bind
 from hp_dtensor.torch.ops.whole import on_whole
 

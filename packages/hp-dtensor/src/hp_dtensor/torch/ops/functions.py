@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from hp_dtensor.ops.planning import Binding, binding_of
-from hp_dtensor.torch.ops import filling, local, result_shapes
-from hp_dtensor.torch.ops.calls import functions_of
+from hp_dtensor.torch.ops import local
+from hp_dtensor.torch.ops.dispatching import result_shapes
+from hp_dtensor.torch.ops.dispatching.calls import functions_of
+from hp_dtensor.torch.ops.writing import filling
 from hp_platform.torch import heavy
 
 __all__ = ["BINDINGS", "bind"]

@@ -13,9 +13,9 @@ import torch
 
 from hp_dtensor.ops.planning import Call
 from hp_dtensor.torch.dtensor import DTensor
-from hp_dtensor.torch.ops import dispatch
+from hp_dtensor.torch.ops.dispatching import dispatch
+from hp_dtensor.torch.ops.dispatching.plain import replicate_plain
 from hp_dtensor.torch.ops.functions import bind
-from hp_dtensor.torch.ops.plain import replicate_plain
 
 __all__ = ["by_value", "get_item", "kept_dims", "without_tensors"]
 

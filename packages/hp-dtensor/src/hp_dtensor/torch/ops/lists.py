@@ -12,7 +12,7 @@ import torch
 
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, wrap
-from hp_dtensor.torch.ops import norms
+from hp_dtensor.torch.ops.reductions import norms
 from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
 
 __all__ = ["each", "largest", "norm", "one_by_one"]

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.torch import random
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
-from hp_dtensor.torch.ops import dispatch, missing
-from hp_dtensor.torch.ops.calls import functions_of, name_of, tensors_of
-from hp_dtensor.torch.ops.plain import replicate_plain
+from hp_dtensor.torch.functions import random
+from hp_dtensor.torch.ops.dispatching import dispatch, missing
+from hp_dtensor.torch.ops.dispatching.calls import functions_of, name_of, tensors_of
+from hp_dtensor.torch.ops.dispatching.plain import replicate_plain
 from hp_dtensor.torch.views import moved_view
 from hp_platform.extend import map_nested
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.dtensor import DTensor
-from hp_dtensor.torch.ops.missing import writes_first
+from hp_dtensor.torch.ops.dispatching.missing import writes_first
 from hp_dtensor.torch.views.strides import same_memory, strides_of
 
 __all__ = ["apart", "refuse_overlaps", "refuse_overlaps_of_call"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.torch.ops.missing import writes_first
+from hp_dtensor.torch.ops.dispatching.missing import writes_first
 from hp_dtensor.torch.views.strides import storage_of
 
 __all__ = ["PartOfView", "part_of", "whole_of"]

@@ -55,7 +55,7 @@ _MEETS_PLAIN = (
     " module that was given to fully_shard; where a method of it calls parts of the module (generate), make the method"
     ' gather as forward does: hp_fsdp.register_fsdp_forward_method(module, "name of the method")'
 )
-"""Reason why a sharded parameter meets no plain input; see ``hp_dtensor.torch.ops.dispatch``."""
+"""Reason why a sharded parameter meets no plain input; see ``hp_dtensor.torch.ops.dispatching.dispatch``."""
 
 
 class ManagedParameter:

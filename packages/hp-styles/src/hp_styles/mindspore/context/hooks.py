@@ -18,10 +18,10 @@ from hp_styles.context.group import ContextRanks
 from hp_styles.context.header import ERRORS, Header, check_alike, error_number
 from hp_styles.context.inputs import check_output, find_input, with_inputs
 from hp_styles.context.plan import Settings, kv_copies, ring_blocks, split_degrees
+from hp_styles.context.rounds import Rounds
 from hp_styles.mindspore.context.ring import ring_attention
 from hp_styles.mindspore.context.sequence import Exchange, exchange, repeated
 from hp_styles.mindspore.modules import gather_numbers
-from hp_styles.rounds import Rounds
 
 __all__ = ["attach", "enclose"]
 

@@ -1,7 +1,7 @@
 """Attention over a context group, in the place of `torch.nn.functional.scaled_dot_product_attention`.
 
 What a rank refuses it tells the others before anything is sent, with what it alone knows (the length of its plain
-tensors, its position ids, its padding): `hp_styles.torch.context.settling`.
+tensors, its position ids, its padding): `hp_styles.torch.context.agreement`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from hp_dtensor import DeviceMesh, DTensor
 from hp_dtensor.torch.extend import backward
 from hp_styles.context.plan import kv_copies, split_degrees
-from hp_styles.rounds import Rounds
+from hp_styles.context.rounds import Rounds
+from hp_styles.torch.context.agreement import Settling, end_round, zeros_like_queries
 from hp_styles.torch.context.call import Call
-from hp_styles.torch.context.exchange import Exchange, Transfer, exchange
+from hp_styles.torch.context.exchange import Exchange, SequenceGroup, Transfer, exchange, like
 from hp_styles.torch.context.masks import Seen
 from hp_styles.torch.context.ring import Logits, Ring, no_autocast, ring_attention, whole_attention
-from hp_styles.torch.context.sequence import SequenceGroup, like
-from hp_styles.torch.context.settling import Settling, end_round, zeros_like_queries
 
 __all__ = ["ContextGroup", "attend", "attend_inside", "attention_over", "capped_attention", "cut_in_place"]
 

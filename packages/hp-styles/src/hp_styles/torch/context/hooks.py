@@ -23,13 +23,12 @@ from torch.overrides import TorchFunctionMode
 from hp_dtensor import DeviceMesh, DTensor
 from hp_styles.context.inputs import check_output, find_input, with_inputs
 from hp_styles.context.plan import Settings
+from hp_styles.context.rounds import Rounds
 from hp_styles.inputs import hook
-from hp_styles.rounds import Rounds
+from hp_styles.torch.context.agreement import Settling, end_round
 from hp_styles.torch.context.attention import ContextGroup, attend, attend_inside, capped_attention
 from hp_styles.torch.context.call import Call, call_of, left_out, mapped, refuse_compiled
-from hp_styles.torch.context.exchange import Transfer
-from hp_styles.torch.context.sequence import CUT, like
-from hp_styles.torch.context.settling import Settling, end_round
+from hp_styles.torch.context.exchange import CUT, Transfer, like
 
 __all__ = ["attach", "enclose", "sees_whole_sequences", "whole_sequences"]
 

@@ -17,8 +17,8 @@ from hp_platform import get_platform
 from hp_styles.context.sparse import DSAIndexerLossContextParallel, EarlySparseStyle, SparseStyle
 from hp_styles.inputs import current_round, hook, note_comparing
 from hp_styles.torch.context.call import Arguments, mapped, refuse_compiled
+from hp_styles.torch.context.exchange import SequenceGroup, like
 from hp_styles.torch.context.gather import Blocks, Whole, gather, register
-from hp_styles.torch.context.sequence import SequenceGroup, like
 
 __all__ = ["attach_sparse"]
 

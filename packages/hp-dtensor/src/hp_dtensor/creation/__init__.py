@@ -1,0 +1,1 @@
+"""DTensors and modules of them, made from local parts, whole tensors and nothing."""

@@ -1,0 +1,1 @@
+"""The communication of a program, and pictures of who has what."""

@@ -1,0 +1,1 @@
+"""Code of MindSpore that would take a DTensor for its local tensor."""

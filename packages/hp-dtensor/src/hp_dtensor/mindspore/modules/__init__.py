@@ -1,0 +1,1 @@
+"""Cells of DTensors on MindSpore."""

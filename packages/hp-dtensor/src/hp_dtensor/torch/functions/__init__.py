@@ -1,0 +1,1 @@
+"""A user's own functions and rules, and random numbers, on PyTorch."""

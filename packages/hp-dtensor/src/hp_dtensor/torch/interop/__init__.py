@@ -1,0 +1,1 @@
+"""Libraries of torch that see DTensors."""

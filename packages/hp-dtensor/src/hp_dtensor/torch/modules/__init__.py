@@ -1,0 +1,1 @@
+"""Modules of DTensors on PyTorch."""

@@ -1,0 +1,1 @@
+"""Writes into DTensors: assignments, fills and `out=`."""

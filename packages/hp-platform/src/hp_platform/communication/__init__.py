@@ -1,0 +1,1 @@
+"""Around collectives: checks before one, agreement by means of them, and who watches."""

@@ -1,0 +1,1 @@
+"""Values in nests, and sums in a fixed order."""

@@ -1,0 +1,1 @@
+"""Ranks for tests: pools of processes, and what runs on them."""
