@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from hp_dtensor import DTensor, Layout, Partial, Replicate, Shard, custom_shard, distribute_tensor, init_device_mesh
-from hp_dtensor.functions import local_map
+from hp_dtensor import (
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    custom_shard,
+    distribute_tensor,
+    init_device_mesh,
+    local_map,
+)
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")

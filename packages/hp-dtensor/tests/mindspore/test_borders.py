@@ -20,10 +20,10 @@ from hp_dtensor import (
     init_device_mesh,
     init_on_device,
     init_parameters,
+    local_map,
     parallelize_value_and_grad,
     register_sharding,
 )
-from hp_dtensor.functions import local_map
 from hp_dtensor.mindspore.api import distribute_parameter
 from hp_dtensor.mindspore.ops.dispatching.bindings import BINDINGS
 from hp_dtensor.mindspore.ops.dispatching.dispatch import forget_plans
