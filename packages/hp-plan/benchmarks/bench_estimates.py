@@ -19,7 +19,7 @@ import hp_platform
 from hp_plan import ParallelPlan, build_model, build_optimizer, build_parallel_model
 from hp_plan.port import models
 from hp_plan.proposal import Estimate, _Counts
-from hp_plan.torch.loss import backward_loss
+from hp_plan.torch.training.loss import backward_loss
 
 LLAMA = {
     "vocab_size": 512,

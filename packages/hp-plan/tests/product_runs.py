@@ -17,8 +17,8 @@ from hp_dtensor import DTensor
 from hp_pipeline import PipelinedModel
 from hp_plan import ParallelPlan, PlanError, apply, build_model, build_optimizer, lint, verify
 from hp_plan.extend import data_parallel_rows
-from hp_plan.torch.float64 import Float64
-from hp_plan.torch.training import clip_gradients
+from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.training.parts import clip_gradients
 
 STEPS = 2
 TOLERANCE = 1e-9

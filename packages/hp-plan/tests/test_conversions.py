@@ -13,10 +13,10 @@ from transformers import AutoModel, core_model_loading
 from hp_checkpoint.extend import Entry, Kind
 from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, build_model, build_parallel_model
-from hp_plan.torch import conversions
-from hp_plan.torch.folders import saved_tensors
-from hp_plan.torch.materialize import begin
-from hp_plan.torch.placed import NotPlacedError, Placed
+from hp_plan.torch.library import conversions
+from hp_plan.torch.library.folders import saved_tensors
+from hp_plan.torch.library.materialize import begin
+from hp_plan.torch.library.placed import NotPlacedError, Placed
 from hp_platform import get_platform
 from hp_testing import on_ranks
 

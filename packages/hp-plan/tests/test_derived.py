@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hp_plan import ParallelPlan, PlanError, build_model, lint
-from hp_plan.derived import derived_table
-from hp_plan.outline import ModelOutline, ModuleOutline
-from hp_plan.tables import choose_styles, style_notes
+from hp_plan.structure.inferred_styles import derived_table
+from hp_plan.structure.outline import ModelOutline, ModuleOutline
+from hp_plan.structure.style_tables import choose_styles, style_notes
 from hp_plan.torch.models import outline
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path

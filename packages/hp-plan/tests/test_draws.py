@@ -1,4 +1,4 @@
-"""Which ranks drop the same: Note [Draws of a step] in `hp_plan.draws`."""
+"""Which ranks drop the same: Note [Draws of a step] in `hp_plan.checks.rng_use`."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import pytest
 
 from hp_moe import rebalance
 from hp_plan import ExpertsSection, ParallelPlan, apply, build_model, lint, verify
-from hp_plan.memory import training_bytes
 from hp_plan.port import models
+from hp_plan.structure.memory import training_bytes
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from hp_plan import ParallelPlan, apply, build_model, lint, verify
-from hp_plan.experts import check_auxiliary_loss
 from hp_plan.extend import data_parallel_rows
-from hp_plan.memory import training_bytes
-from hp_plan.outline import ModelOutline
+from hp_plan.features.experts import check_auxiliary_loss
 from hp_plan.port import models
-from hp_plan.torch.float64 import Float64
+from hp_plan.structure.memory import training_bytes
+from hp_plan.structure.outline import ModelOutline
+from hp_plan.torch.comparing.float64 import Float64
 from hp_testing import device_type, on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path

@@ -6,7 +6,7 @@ import pytest
 
 from hp_plan import ParallelPlan
 from hp_plan.linting import least_memory, memory_shortage
-from hp_plan.outline import ModelOutline
+from hp_plan.structure.outline import ModelOutline
 from hp_platform import get_platform
 
 pytestmark = pytest.mark.framework("torch")  # the devices' roles are PyTorch's

@@ -14,7 +14,7 @@ import transformers
 from torch.distributed import distributed_c10d
 
 from hp_plan import apply, build_model
-from hp_plan.torch import saving
+from hp_plan.torch.library import saving
 from hp_platform import get_platform
 from hp_testing import on_ranks
 

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from hp_checkpoint.extend import Ranks
 from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, PlanError, build_model, build_optimizer, build_parallel_model, lint
-from hp_plan.adapters import saved_name
 from hp_plan.extend import data_parallel_place
-from hp_plan.torch.adapters import adapter_texts
+from hp_plan.features.adapters import saved_name
 from hp_plan.torch.extend import backward_loss
+from hp_plan.torch.library.adapters import adapter_texts
 from hp_testing import device_type, on_ranks
 
 SMALL = {

@@ -11,8 +11,8 @@ import hp_offload
 from hp_offload import SwapManager, trace_saved
 from hp_optim import AdamW8bit
 from hp_plan import MemorySection, ParallelPlan, PlanError, apply, build_model, build_optimizer, lint, verify
-from hp_plan.memory import training_bytes
 from hp_plan.port import models
+from hp_plan.structure.memory import training_bytes
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")

@@ -8,9 +8,9 @@ import torch
 import hp_fsdp
 from hp_offload import SwapManager
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, lint, verify
-from hp_plan.checks import check_plan
-from hp_plan.memory import host_bytes, training_bytes
+from hp_plan.checks.checks import check_plan
 from hp_plan.port import models
+from hp_plan.structure.memory import host_bytes, training_bytes
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")

@@ -10,7 +10,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 
 from hp_plan import OptimizerGroup, ParallelPlan, PlanError
-from hp_plan.checks import check_plan
+from hp_plan.checks.checks import check_plan
 from hp_plan.extend import override, read_plan, settings
 from hp_plan.plan import SECTIONS
 

@@ -9,7 +9,7 @@ import hp_fsdp
 from hp_pipeline import PipelinedModel
 from hp_plan import ParallelPlan, PlanError, apply, build_model, verify
 from hp_plan.extend import data_parallel_rows
-from hp_plan.torch.training import Part
+from hp_plan.torch.training.parts import Part
 from hp_platform import get_platform
 from hp_testing import on_ranks
 

@@ -10,7 +10,7 @@ import hp_plan
 from hp_plan import MeshSection, OptimizerSection, ParallelPlan, PlanError, RunSection
 from hp_plan.extend import json_schema
 from hp_plan.plan import SECTIONS
-from hp_plan.schema import SYNONYMS
+from hp_plan.reading.tables import SYNONYMS
 
 NAMES = st.text("abcxyz_.*0", min_size=1, max_size=8)
 VALUES = st.recursive(

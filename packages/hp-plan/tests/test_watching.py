@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hp_plan import ParallelPlan
-from hp_plan.checks import check_plan
-from hp_plan.effects import check_effects
+from hp_plan.checks.checks import check_plan
+from hp_plan.checks.unused_keys import check_effects
 from hp_testing import device_type
 
 

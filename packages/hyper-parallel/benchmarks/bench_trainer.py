@@ -21,8 +21,8 @@ import hp_platform
 from hp_checkpoint import Checkpointer
 from hp_pipeline.extend import Operations
 from hp_plan import ParallelPlan
-from hyper_parallel import sinks
-from hyper_parallel.display import JsonReporter
+from hyper_parallel.reports import sinks
+from hyper_parallel.reports.display import JsonReporter
 from hyper_parallel.torch import trainer
 from hyper_parallel.worker import train
 

@@ -55,7 +55,7 @@ def run(rank: int, families: list[str], steps: int, place: str, results: Any) ->
     import torch
 
     from hp_plan import ParallelPlan
-    from hyper_parallel.output import prepare_folder
+    from hyper_parallel.reports.output import prepare_folder
     from hyper_parallel.worker import train
 
     torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def main() -> int:
     """Print a line a family; return the exit status."""
     import json
 
-    from hyper_parallel.proposing import plan_text, proposal_of
+    from hyper_parallel.commands.proposing import plan_text, proposal_of
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", default=list(FAMILIES))

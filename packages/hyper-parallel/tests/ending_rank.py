@@ -13,7 +13,7 @@ import torch.distributed as dist
 import hp_platform
 from hp_plan import ModelSection, ParallelPlan
 from hyper_parallel import worker
-from hyper_parallel.launch import Job
+from hyper_parallel.launching.launch import Job
 
 
 def main(connection: Any, rank: int, folder: str, environment: dict[str, str]) -> None:

@@ -135,7 +135,7 @@ def join_as_of_torchrun(connection: Any, rank: int, folder: Path, port: int, env
     os.chdir(folder)
     for number, name in ((1, f"out{rank}"), (2, f"err{rank}")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
-    from hyper_parallel import cli
+    from hyper_parallel.commands import cli
 
     try:
         status = cli.main(["train", "run.toml", "--data", "text", "--out", "run", "--json"])

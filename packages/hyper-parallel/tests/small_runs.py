@@ -6,7 +6,7 @@ import json
 
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
-from hyper_parallel.output import prepare_folder
+from hyper_parallel.reports.output import prepare_folder
 from hyper_parallel.worker import train
 
 TABLES = {

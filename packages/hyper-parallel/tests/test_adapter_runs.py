@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan, build_model
 from hp_testing import on_ranks
-from hyper_parallel import checkpoints
+from hyper_parallel.commands import checkpoints
 from hyper_parallel.worker import train
 
 pytestmark = pytest.mark.framework("torch")  # adapters are peft's

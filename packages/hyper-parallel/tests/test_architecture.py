@@ -65,10 +65,33 @@ def test_the_page_that_differs_is_told(script, sources, monkeypatch, capsys):
     monkeypatch.setattr(script, "PAGE", page)
     monkeypatch.setattr(script.sys, "argv", ["architecture.py", "--check"])
     assert script.main() == 1
-    assert "is not what the sources import: python docs/architecture.py" in capsys.readouterr().err
+    assert "is not what the sources say: python docs/architecture.py" in capsys.readouterr().err
     monkeypatch.setattr(script.sys, "argv", ["architecture.py"])
     assert script.main() == 0
     assert page.read_text().startswith(f"before\n{script.BEGIN}\n```mermaid") and page.read_text().endswith("after\n")
     assert "\n| hp_b | package b |  | hp_low |\n" in page.read_text()
     monkeypatch.setattr(script.sys, "argv", ["architecture.py", "--check"])
     assert script.main() == 0
+
+
+def test_the_map_of_a_package_and_its_crowded_folders(script, sources, monkeypatch, capsys):
+    folder = sources / "packages/hp-a/src/hp_a"
+    (folder / "rooms").mkdir()
+    (folder / "rooms/__init__.py").write_text('"""Rooms: one for each noun."""\n')
+    (folder / "rooms/kitchen.py").write_text('"""A kitchen, of 1.5 metres.\n\nMore of it."""\n')
+    assert [*script.chart(folder)][2:] == [
+        "| **rooms/** | Rooms: one for each noun |",
+        "| rooms/kitchen | A kitchen, of 1.5 metres |",
+    ]
+    monkeypatch.setattr(script.structure, "ROOT", sources)
+    assert [*script.crowded()] == []
+    for number in range(script.MOST_ENTRIES):
+        (folder / f"module{number}.py").touch()
+    assert [*script.crowded()] == ["packages/hp-a/src/hp_a has 11 entries, more than 10"]
+    (sources / "packages/hp-b/README.md").write_text("no place\n")
+    monkeypatch.setattr(script, "PAGE", sources / "architecture.md")
+    script.PAGE.write_text(f"{script.BEGIN}{script.END}")
+    monkeypatch.setattr(script.sys, "argv", ["architecture.py"])
+    assert script.main() == 1
+    err = capsys.readouterr().err
+    assert "more than 10" in err and "hp-b/README.md has no place for what docs/architecture.py writes" in err

@@ -12,8 +12,8 @@ import pytest
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hp_testing import run_ranks
-from hyper_parallel.checking import check_run
 from hyper_parallel.data import DataError, open_samples, write_tokens
+from hyper_parallel.training.checking import check_run
 
 DOCUMENTS = [[token % 50] * 9 for token in range(64)]
 
@@ -101,8 +101,8 @@ def poisoned(at, gradient):
 
 
 def diverges(folder, gradient, text):
-    from hyper_parallel.diverging import DivergedError
-    from hyper_parallel.output import prepare_folder
+    from hyper_parallel.reports.output import prepare_folder
+    from hyper_parallel.supervision.diverging import DivergedError
     from hyper_parallel.worker import train
 
     (folder / "text").write_bytes(b"to be or not to be, " * 20)

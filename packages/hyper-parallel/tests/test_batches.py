@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hyper_parallel.batches import Batches
 from hyper_parallel.data import DataError, Rows
+from hyper_parallel.training.batches import Batches
 
 
 class Numbers:

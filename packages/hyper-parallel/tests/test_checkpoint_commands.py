@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from hp_checkpoint import Manifest, save
-from hyper_parallel.cli import app
+from hyper_parallel.commands.cli import app
 
 
 def state(seed):

@@ -13,8 +13,8 @@ import pytest
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hp_platform.platforms.ports import choose_kind
-from hyper_parallel import cli
 from hyper_parallel.__main__ import main
+from hyper_parallel.commands import cli
 
 EXAMPLES = [
     path
@@ -308,8 +308,8 @@ def test_one_data_option_takes_several_paths():
 
 def test_the_command_without_typer_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "hyper_parallel.cli")
-    monkeypatch.delattr("hyper_parallel.cli")
+    monkeypatch.delitem(sys.modules, "hyper_parallel.commands.cli")
+    monkeypatch.delattr("hyper_parallel.commands.cli")
     with pytest.raises(SystemExit, match=r"needs typer: pip install 'hyper-parallel\[train\]'"):
         main()
 

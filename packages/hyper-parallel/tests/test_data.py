@@ -14,7 +14,7 @@ from hyper_parallel.data import (
     read_text,
     write_tokens,
 )
-from hyper_parallel.data.tokens import TokenFile
+from hyper_parallel.data.tokenization.tokens import TokenFile
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import json
 from rich.console import Console
 
 from hp_plan import ModuleDifference, VerifyResult
-from hyper_parallel.display import JsonReporter, LineReporter, RichReporter, verify_table
-from hyper_parallel.output import Curve, Step, Summary, draw_loss
+from hyper_parallel.reports.display import JsonReporter, LineReporter, RichReporter, verify_table
+from hyper_parallel.reports.output import Curve, Step, Summary, draw_loss
 
 STEPS = [Step(i, 5.0 / i, 1.25, 1e-3, 12345.6, 300 << 20, 0.5) for i in range(1, 41)]
 SUMMARY = Summary(40, 5.0, 0.13, 1000, 20.0, (300 << 20, 200 << 20), "runs/x", "runs/x/checkpoint", "def [bold]f():")

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from hp_platform import get_platform
 from hp_platform.extend import SettingError
-from hyper_parallel import cli, doctor
-from hyper_parallel.doctor import Finding, examine_machine
+from hyper_parallel.commands import cli, doctor
+from hyper_parallel.commands.doctor import Finding, examine_machine
 
 pytestmark = pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it")
 

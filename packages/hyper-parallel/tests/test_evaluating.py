@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan, build_model
 from hp_testing import on_ranks
-from hyper_parallel import cli
+from hyper_parallel.commands import cli
 from hyper_parallel.data import DataError
 from hyper_parallel.data.examples import Examples
-from hyper_parallel.data.tokenizing import read_tokenizer
-from hyper_parallel.evaluating import check_checkpoint, check_parts, evaluate
-from hyper_parallel.output import OutputError
-from hyper_parallel.prompts import check_prompts, first_prompt, prompt_tokens
+from hyper_parallel.data.tokenization.tokenizing import read_tokenizer
+from hyper_parallel.reports.output import OutputError
+from hyper_parallel.training.evaluating import check_checkpoint, check_parts, evaluate
+from hyper_parallel.training.prompts import check_prompts, first_prompt, prompt_tokens
 from hyper_parallel.worker import train
 
 sys.path.insert(0, str(Path(__file__).parent))

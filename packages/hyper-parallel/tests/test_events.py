@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.events import EventReader, EventWriter, Tail
-from hyper_parallel.output import Step, Summary
+from hyper_parallel.reports.events import EventReader, EventWriter, Tail
+from hyper_parallel.reports.output import Step, Summary
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from launched_commands import PLAN

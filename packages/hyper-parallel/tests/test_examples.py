@@ -12,14 +12,14 @@ from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
 from hp_plan import DataSection, ParallelPlan, build_model
-from hyper_parallel import cli
-from hyper_parallel.checking import check_run
+from hyper_parallel.commands import cli
 from hyper_parallel.data import DataError, TokenFile, check_data, describe_cuts, open_data, open_samples
 from hyper_parallel.data.examples import Examples
 from hyper_parallel.data.packing import Cut, Padded
-from hyper_parallel.data.preparing import is_prepared, prepare
 from hyper_parallel.data.samples import IGNORED
-from hyper_parallel.data.tokenizing import Bytes, read_tokenizer
+from hyper_parallel.data.tokenization.preparing import is_prepared, prepare
+from hyper_parallel.data.tokenization.tokenizing import Bytes, read_tokenizer
+from hyper_parallel.training.checking import check_run
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from hp_platform.failures import flight
-from hyper_parallel.hanging import Watch
+from hyper_parallel.supervision.hanging import Watch
 
 pytestmark = [pytest.mark.framework("torch"), pytest.mark.not_on("torch-npu-sim", reason="nothing of the device in it")]
 

@@ -5,9 +5,9 @@ import time
 
 from hp_plan import ModelSection, ParallelPlan
 from hp_platform.extend import Place
-from hyper_parallel import ends
-from hyper_parallel.diverging import DivergedError
-from hyper_parallel.launch import Job, RankFailure
+from hyper_parallel.launching.launch import Job, RankFailure
+from hyper_parallel.supervision import exit_reports as ends
+from hyper_parallel.supervision.diverging import DivergedError
 
 
 def test_a_failure_that_ranks_agree_on_is_that_of_all():

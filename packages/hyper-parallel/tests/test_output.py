@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hyper_parallel.output import OutputError, claimed, prepare_folder
+from hyper_parallel.reports.output import OutputError, claimed, prepare_folder
 
 
 def test_the_folder_is_named_by_plan_and_time(tmp_path, monkeypatch):

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hp_plan import ParallelPlan
-from hyper_parallel import cli
-from hyper_parallel.output import OutputError
-from hyper_parallel.page import report_page
+from hyper_parallel.commands import cli
+from hyper_parallel.reports.output import OutputError
+from hyper_parallel.reports.page import report_page
 
 VOID = {"meta", "br", "path", "use", "rect"}
 

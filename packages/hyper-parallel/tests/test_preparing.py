@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hyper_parallel import cli
+from hyper_parallel.commands import cli
 from hyper_parallel.data import DataError, TokenFile
 from hyper_parallel.data.documents import read_documents
-from hyper_parallel.data.preparing import prepare
-from hyper_parallel.data.tokenizing import Bytes, read_tokenizer
+from hyper_parallel.data.tokenization.preparing import prepare
+from hyper_parallel.data.tokenization.tokenizing import Bytes, read_tokenizer
 
 
 @pytest.fixture

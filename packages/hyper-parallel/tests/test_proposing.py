@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hp_plan import ParallelPlan, PlanError, build_model, lint
-from hyper_parallel import cli
-from hyper_parallel.proposing import plan_text, proposal_of
+from hyper_parallel.commands import cli
+from hyper_parallel.commands.proposing import plan_text, proposal_of
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 
 from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan
-from hyper_parallel import cli, sinks
+from hyper_parallel.commands import cli
 from hyper_parallel.data import Content
-from hyper_parallel.output import OutputError, prepare_folder
-from hyper_parallel.record import begin, git_state
-from hyper_parallel.sinks import open_sinks
+from hyper_parallel.reports import sinks
+from hyper_parallel.reports.output import OutputError, prepare_folder
+from hyper_parallel.reports.run_metadata import begin, git_state
+from hyper_parallel.reports.sinks import open_sinks
 
 PLAN = ParallelPlan.from_dict({"data": {"paths": ["text"]}, "metrics": {"sinks": ["tensorboard"]}})
 CONTENTS = (Content("", 400, None, "1234"),)

@@ -7,9 +7,9 @@ import signal
 import pytest
 import typer
 
-from hyper_parallel.launch import Interrupted, RankFailure
-from hyper_parallel.output import CHECKPOINTS, METRICS
-from hyper_parallel.reporting import saying_what_is_saved, user_errors
+from hyper_parallel.commands.reporting import saying_what_is_saved, user_errors
+from hyper_parallel.launching.launch import Interrupted, RankFailure
+from hyper_parallel.reports.output import CHECKPOINTS, METRICS
 
 
 def said(error: Exception, folder, capsys) -> str:

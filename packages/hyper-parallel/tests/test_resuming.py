@@ -16,11 +16,11 @@ from hp_checkpoint.extend import to_hugging_face
 from hp_plan import ParallelPlan, lint
 from hp_platform import get_platform
 from hp_testing import on_ranks, run_ranks
-from hyper_parallel import cli
+from hyper_parallel.commands import cli
 from hyper_parallel.data import DataError, write_tokens
-from hyper_parallel.output import OutputError, Step, as_json
-from hyper_parallel.position import check_resume
+from hyper_parallel.reports.output import OutputError, Step, as_json
 from hyper_parallel.run import keep_lines
+from hyper_parallel.training.data_order import check_resume
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from small_runs import DROPOUT, EXPERTS, TABLES, losses, run

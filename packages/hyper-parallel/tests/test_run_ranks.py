@@ -17,7 +17,7 @@ import pytest
 
 from hp_platform import get_platform
 from hyper_parallel import run_ranks
-from hyper_parallel.launch import RankFailure
+from hyper_parallel.launching.launch import RankFailure
 
 pytestmark = pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it")
 FACTOR = 3.0

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hp_testing import run_ranks
-from hyper_parallel.sinks import Background, JsonLines, TensorBoard, WeightsAndBiases
+from hyper_parallel.reports.sinks import Background, JsonLines, TensorBoard, WeightsAndBiases
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from small_runs import run
@@ -92,7 +92,7 @@ def test_a_sink_that_blocks_is_left_behind():
 
 def test_lines_of_a_killed_run_are_whole(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from hyper_parallel.sinks import JsonLines\n"
+        "import sys; from pathlib import Path; from hyper_parallel.reports.sinks import JsonLines\n"
         "lines = JsonLines(Path(sys.argv[1]))\n"
         "step = 0\n"
         "while True:\n"

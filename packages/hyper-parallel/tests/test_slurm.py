@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel import cli
+from hyper_parallel.commands import cli
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from launched_commands import LIMIT, TORCHRUN, fill, wait_until, write_plan

@@ -21,7 +21,7 @@ from hp_pipeline import CommComputeOverlap
 from hp_platform import get_platform, watch_hangs
 from hp_platform.extend import beating
 from hp_testing import on_ranks
-from hyper_parallel.sinks import Background
+from hyper_parallel.reports.sinks import Background
 
 pytestmark = [
     pytest.mark.framework("torch"),

@@ -16,11 +16,17 @@ from hp_checkpoint.extend import Ranks, to_hugging_face
 from hp_plan import MeshSection, ParallelPlan, build_model
 from hp_platform import get_platform
 from hp_testing import on_ranks
-from hyper_parallel import cli
-from hyper_parallel.checking import check_run
+from hyper_parallel.commands import cli
 from hyper_parallel.data import DataError, TokenFile, opening, write_tokens
+from hyper_parallel.data.tokenization.tokenized import (
+    text_notes,
+    token_files,
+    tokenizer_files,
+    tokenizer_of,
+    with_tokens,
+)
 from hyper_parallel.run import Run
-from hyper_parallel.tokenized import text_notes, token_files, tokenizer_files, tokenizer_of, with_tokens
+from hyper_parallel.training.checking import check_run
 from hyper_parallel.worker import train
 
 pytestmark = pytest.mark.framework("torch")  # transformers, whose model and tokenizer it is

@@ -18,7 +18,7 @@ from hp_testing import on_ranks, run_ranks
 from hyper_parallel.data import Packed, Rows, TokenFile, write_tokens
 from hyper_parallel.torch import gathering
 from hyper_parallel.torch.trainer import Trainer
-from hyper_parallel.validation import Validation
+from hyper_parallel.training.validation import Validation
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from small_runs import DROPOUT, EXPERTS, TABLES, losses, run, validations
@@ -200,8 +200,8 @@ def test_what_fails_after_the_last_step_does_not_fail_the_run(tmp_path):
     changed = {"profile": {"start": 3, "steps": 5, "ranks": [0]}}
     with (
         mock.patch.dict(sys.modules, {"matplotlib.figure": None}),
-        mock.patch("hyper_parallel.sinks.JsonLines.close", side_effect=full),
-        mock.patch("hyper_parallel.profiling.Profile.close", side_effect=full),
+        mock.patch("hyper_parallel.reports.sinks.JsonLines.close", side_effect=full),
+        mock.patch("hyper_parallel.training.profiling.Profile.close", side_effect=full),
         mock.patch("hyper_parallel.torch.trainer.write_sample", side_effect=full),
     ):
         summary = run(tmp_path, {"dp_shard": 2}, changed=changed)

@@ -9,9 +9,9 @@ import pytest
 
 from hp_checkpoint.extend import Ranks
 from hp_plan.extend import read_plan
-from hyper_parallel.checking import check_run
 from hyper_parallel.data import DataError, write_tokens
-from hyper_parallel.validation import Validation
+from hyper_parallel.training.checking import check_run
+from hyper_parallel.training.validation import Validation
 
 
 def problems(tables, config=None):

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hp_plan.application import apply
-from hp_plan.diagnostics import Diagnostic, PlanError
 from hp_plan.linting import lint
 from hp_plan.plan import ParallelPlan
+from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.sections import (
     AdapterSection,
     CompileSection,
@@ -69,7 +69,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hp_plan.torch.build import build_model, build_optimizer, build_schedule
-    from hp_plan.torch.materialize import build_parallel_model
+    from hp_plan.torch.library.materialize import build_parallel_model
     from hp_plan.torch.verify import verify
 
 __getattr__, __dir__ = lazy_exports(

@@ -20,21 +20,21 @@ import hp_pipeline
 import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_pipeline import PipelineSchedule
-from hp_plan.activations import check_saving, save_less
-from hp_plan.alike import SharedSamples, agree_on_plan, take_first_weights
-from hp_plan.checks import check_fsdp, check_mesh, check_model, check_platform
-from hp_plan.compiling import check_compile, compile_blocks
-from hp_plan.context import check_context
-from hp_plan.determinism import check_deterministic
-from hp_plan.diagnostics import Diagnostic
-from hp_plan.expert_options import check_expert_options
-from hp_plan.experts import expert_styles, spread_experts, with_expert_axes
-from hp_plan.memory import check_memory, check_states, memory_left
-from hp_plan.outline import ModelOutline, block_lists, matches
-from hp_plan.pipelines import check_pipeline, check_split, choose_order
+from hp_plan.checks.alike import SharedSamples, agree_on_plan, take_first_weights
+from hp_plan.checks.checks import check_fsdp, check_mesh, check_model, check_platform
+from hp_plan.checks.determinism import check_deterministic
+from hp_plan.features.activations import check_saving, save_less
+from hp_plan.features.compiling import check_compile, compile_blocks
+from hp_plan.features.context import check_context
+from hp_plan.features.expert_options import check_expert_options
+from hp_plan.features.experts import expert_styles, spread_experts, with_expert_axes
+from hp_plan.features.pipelines import check_pipeline, check_split, choose_order
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
-from hp_plan.tables import choose_styles
+from hp_plan.reading.diagnostics import Diagnostic
+from hp_plan.structure.memory import check_memory, check_states, memory_left
+from hp_plan.structure.outline import ModelOutline, block_lists, matches
+from hp_plan.structure.style_tables import choose_styles
 from hp_platform import get_platform
 from hp_platform.extend import agree, inside_launcher, launch_command, share_bytes
 from hp_styles import ContextParallel, parallelize_module
@@ -277,7 +277,7 @@ def _describe(pipelined: Any, model: Any, outline: ModelOutline) -> None:
 
 
 def _border(plan: ParallelPlan, mesh: DeviceMesh) -> Any:
-    """See Note [Whole sequences at the border] in `hp_plan.context`."""
+    """See Note [Whole sequences at the border] in `hp_plan.features.context`."""
     data = _joined(mesh, [axis for axis in ("dp_replicate", *plan.mesh.shard_axes) if axis in plan.mesh.axes])
     return models().border_of(mesh["cp"], data, plan.context.load_balance)
 

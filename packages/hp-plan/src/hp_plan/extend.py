@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from hp_plan.adapters import saved_name
-from hp_plan.diagnostics import near_misses
-from hp_plan.draws import draws
-from hp_plan.json_schema import json_schema
+from hp_plan.checks.rng_use import draws
+from hp_plan.features.adapters import saved_name
+from hp_plan.features.optimizers import multiple_of_first
+from hp_plan.features.pipelines import Choice, Outlook, outlook
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage
-from hp_plan.micro_batches import cut_rows, share_out
-from hp_plan.model_source import vocabulary
-from hp_plan.optimizers import multiple_of_first
-from hp_plan.outline import positions
-from hp_plan.overrides import Setting, override, settings
-from hp_plan.pipelines import Choice, Outlook, outlook
 from hp_plan.plan import data_parallel_place, data_parallel_rows, read_plan, read_toml
 from hp_plan.port import build, verifier
 from hp_plan.proposal import Estimate, Proposal, propose
-from hp_plan.tables import style_notes
+from hp_plan.reading.diagnostics import near_misses
+from hp_plan.reading.json_schema import json_schema
+from hp_plan.reading.overrides import Setting, override, settings
+from hp_plan.structure.micro_batches import cut_rows, share_out
+from hp_plan.structure.model_source import vocabulary
+from hp_plan.structure.outline import positions
+from hp_plan.structure.style_tables import style_notes
 from hp_plan.verification import TORCH_ONLY
 
 __all__ = [

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from hp_plan.checks import check_model, check_plan, check_platform
-from hp_plan.diagnostics import Diagnostic, PlanError
-from hp_plan.memory import BYTES, check_budget, host_bytes, training_bytes
-from hp_plan.outline import ModelOutline
-from hp_plan.pipelines import check_split
+from hp_plan.checks.checks import check_model, check_plan, check_platform
+from hp_plan.features.pipelines import check_split
 from hp_plan.plan import ParallelPlan, read_plan, read_toml
 from hp_plan.port import build, models
+from hp_plan.reading.diagnostics import Diagnostic, PlanError
+from hp_plan.structure.memory import BYTES, check_budget, host_bytes, training_bytes
+from hp_plan.structure.outline import ModelOutline
 from hp_platform import get_platform
 
 UNREAD = (

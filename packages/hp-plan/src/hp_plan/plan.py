@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike
 from typing import Any
 
-from hp_plan.diagnostics import Diagnostic, PlanError, near_misses
-from hp_plan.schema import read_section
+from hp_plan.reading.diagnostics import Diagnostic, PlanError, near_misses
+from hp_plan.reading.tables import read_section
 from hp_plan.sections import (
     AdapterSection,
     CompileSection,

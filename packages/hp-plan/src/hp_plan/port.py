@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hp_dtensor import DeviceMesh
-from hp_plan.diagnostics import Diagnostic
-from hp_plan.outline import ModelOutline
 from hp_plan.plan import ParallelPlan
+from hp_plan.reading.diagnostics import Diagnostic
+from hp_plan.structure.outline import ModelOutline
 from hp_platform.extend import load_port
 
 Module = Any
@@ -63,7 +63,7 @@ class Models(Protocol):
         ...
 
     def border_of(self, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool) -> Any:
-        """Return what takes whole sequences; see Note [Whole sequences at the border] in `hp_plan.context`."""
+        """Return what takes whole sequences; see Note [Whole sequences at the border] in `hp_plan.features.context`."""
         ...
 
     def compilers(self) -> Sequence[str]:

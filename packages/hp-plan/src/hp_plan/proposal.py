@@ -16,13 +16,13 @@ from typing import Any
 
 from hp_offload.extend import size
 from hp_pipeline import split_model
-from hp_plan.diagnostics import Diagnostic, PlanError
+from hp_plan.features.pipelines import micro_batches, samples
 from hp_plan.linting import examine
-from hp_plan.memory import BYTES, training_bytes
-from hp_plan.outline import ModelOutline, block_lists, matching, positions
-from hp_plan.pipelines import micro_batches, samples
 from hp_plan.plan import ParallelPlan, read_plan
 from hp_plan.port import build, models
+from hp_plan.reading.diagnostics import Diagnostic, PlanError
+from hp_plan.structure.memory import BYTES, training_bytes
+from hp_plan.structure.outline import ModelOutline, block_lists, matching, positions
 from hp_platform import get_platform
 
 __all__ = ["Estimate", "Proposal", "propose"]

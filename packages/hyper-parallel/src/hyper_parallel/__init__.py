@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hp_plan import *  # noqa: F403
     from hp_platform import *  # noqa: F403
     from hp_styles import *  # noqa: F403
-    from hyper_parallel.ranks import run_ranks  # noqa: F401
+    from hyper_parallel.launching.ranks import run_ranks  # noqa: F401
 
 PACKAGES = (
     "hp_platform",
@@ -35,7 +35,7 @@ PACKAGES = (
     "hp_plan",
 )
 """The packages whose public names are here, none of which imports a framework before it is needed."""
-_OWN = {"run_ranks": "hyper_parallel.ranks"}
+_OWN = {"run_ranks": "hyper_parallel.launching.ranks"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command, or say what to install for it."""
     try:
-        from hyper_parallel import cli
+        from hyper_parallel.commands import cli
 
         cli.main()
     except ModuleNotFoundError as error:

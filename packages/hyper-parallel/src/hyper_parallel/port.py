@@ -15,8 +15,8 @@ from hp_pipeline.extend import Operations
 from hp_plan import ParallelPlan
 from hp_platform.extend import Place, load_port
 from hyper_parallel.data import Rows
-from hyper_parallel.launch import Job
-from hyper_parallel.shortage import Spot, Storage
+from hyper_parallel.launching.launch import Job
+from hyper_parallel.supervision.shortage import Spot, Storage
 
 Result = TypeVar("Result")
 Scalar = Any

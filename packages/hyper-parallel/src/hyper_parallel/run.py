@@ -20,7 +20,6 @@ from hp_plan import ParallelPlan, PlanError
 from hp_plan.extend import data_parallel_rows, vocabulary
 from hp_platform import LostRankError, get_platform, manual_seed
 from hp_platform.extend import note_step
-from hyper_parallel.batches import Batches
 from hyper_parallel.data import (
     Content,
     DataError,
@@ -32,19 +31,20 @@ from hyper_parallel.data import (
     open_data,
     open_samples,
 )
-from hyper_parallel.diverging import DivergedError, check_finite
-from hyper_parallel.hyperparameters import changes, hyperparameters
-from hyper_parallel.launch import Resume
-from hyper_parallel.output import CHECKPOINTS, OutputError, Step, attempt, replace_text
-from hyper_parallel.peaks import known_peak
+from hyper_parallel.data.tokenization.tokenized import agreed_files, with_tokens
+from hyper_parallel.launching.launch import Resume
 from hyper_parallel.port import Numbers, Trainer, gathering, shortages, training
-from hyper_parallel.position import check_order, order
-from hyper_parallel.profiling import Profile
-from hyper_parallel.prompts import Prompts
-from hyper_parallel.shortage import MemoryShortage, over_budget, report, write
-from hyper_parallel.stopping import Stop
-from hyper_parallel.tokenized import agreed_files, with_tokens
-from hyper_parallel.validation import Validation
+from hyper_parallel.reports.output import CHECKPOINTS, OutputError, Step, attempt, replace_text
+from hyper_parallel.reports.peaks import known_peak
+from hyper_parallel.supervision.diverging import DivergedError, check_finite
+from hyper_parallel.supervision.shortage import MemoryShortage, over_budget, report, write
+from hyper_parallel.supervision.stopping import Stop
+from hyper_parallel.training.batches import Batches
+from hyper_parallel.training.data_order import check_order, order
+from hyper_parallel.training.hyperparameters import changes, hyperparameters
+from hyper_parallel.training.profiling import Profile
+from hyper_parallel.training.prompts import Prompts
+from hyper_parallel.training.validation import Validation
 
 _GO_ON = "go on with the plan that the run has begun with, or choose another folder with --out"
 

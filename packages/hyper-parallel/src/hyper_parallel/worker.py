@@ -23,20 +23,20 @@ from hp_plan.extend import verifier
 from hp_platform import get_platform
 from hp_platform.extend import end_with_parent, launcher_place, record_flight, watch_parent
 from hyper_parallel.data import has_tokens
-from hyper_parallel.debugging import debugged
-from hyper_parallel.display import Reporter, make_reporter
-from hyper_parallel.ends import leave_together, tell_end
-from hyper_parallel.evaluating import Evaluation, evaluate
-from hyper_parallel.events import EventWriter, hand_over_output
-from hyper_parallel.launch import Job, Resume
-from hyper_parallel.notes import keeping_warnings, note
-from hyper_parallel.output import FILES, METRICS, TEXTS, Curve, OutputError, Step, Summary, attempt, draw_loss
+from hyper_parallel.launching.launch import Job, Resume
 from hyper_parallel.port import rank_process, training
-from hyper_parallel.prompts import write_texts
-from hyper_parallel.record import begin
+from hyper_parallel.reports.display import Reporter, make_reporter
+from hyper_parallel.reports.events import EventWriter, hand_over_output
+from hyper_parallel.reports.output import FILES, METRICS, TEXTS, Curve, OutputError, Step, Summary, attempt, draw_loss
+from hyper_parallel.reports.run_metadata import begin
+from hyper_parallel.reports.sinks import JsonLines, Sink, open_sinks
 from hyper_parallel.run import Run, keep_lines
-from hyper_parallel.sinks import JsonLines, Sink, open_sinks
-from hyper_parallel.stopping import Stop
+from hyper_parallel.supervision.debugging import debugged
+from hyper_parallel.supervision.exit_reports import leave_together, tell_end
+from hyper_parallel.supervision.failure_notes import keeping_warnings, note
+from hyper_parallel.supervision.stopping import Stop
+from hyper_parallel.training.evaluating import Evaluation, evaluate
+from hyper_parallel.training.prompts import write_texts
 
 _PATIENCE = 20.0
 _FOR_A_PERSON = timedelta(days=30)
@@ -58,7 +58,7 @@ def train_rank(job: Job) -> Summary | None:
 
 def format_warning(message: Warning | str, kind: type[Warning], file: str, number: int, line: str | None = None) -> str:
     """Format a warning of the run as a line to its user; those of other code keep their source."""
-    if Path(file).parent == Path(__file__).parent:
+    if Path(file).is_relative_to(Path(__file__).parent):
         return f"warning: {message}\n"
     return _FORMAT(message, kind, file, number, line)
 

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 
 from hp_plan import ParallelPlan
 from hp_testing.pools.processes import ended
-from hyper_parallel.launch import Interrupted, Job, RankFailure
+from hyper_parallel.launching.launch import Interrupted, Job, RankFailure
 from hyper_parallel.mindspore.launch import _Signalled, _signals_raise, launch
 
 # A model that does at a call what the environment says.
@@ -193,7 +193,7 @@ def leave(job):
 
 def save_and_leave(job):
     import signal
-    from hyper_parallel.stopping import Stop
+    from hyper_parallel.supervision.stopping import Stop
     stop, rank = Stop(job.plan.run.stop_within), launcher_place().rank
     if rank < 0:
         hang(job)

@@ -9,7 +9,7 @@ from mindspore import mint, nn, ops
 
 from hp_plan import ParallelPlan
 from hp_testing import run_ranks
-from hyper_parallel.output import prepare_folder
+from hyper_parallel.reports.output import prepare_folder
 from hyper_parallel.worker import train
 
 

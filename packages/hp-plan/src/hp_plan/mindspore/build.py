@@ -12,12 +12,19 @@ from mindspore.experimental.optim.lr_scheduler import LambdaLR
 
 from hp_dtensor import SkipDTensorDispatch, init_empty_weights
 from hp_optim import ChainedOptimizer
-from hp_plan.diagnostics import Diagnostic, PlanError
+from hp_plan.features.optimizers import grouped, muon_and_adamw, optimized, scheduled_together
 from hp_plan.mindspore.models import named_parameters
-from hp_plan.model_source import check_function, check_returned, check_weights, failed, load_weights, model_function
-from hp_plan.optimizers import grouped, muon_and_adamw, optimized, scheduled_together
 from hp_plan.plan import ParallelPlan
+from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.sections import schedule_factor
+from hp_plan.structure.model_source import (
+    check_function,
+    check_returned,
+    check_weights,
+    failed,
+    load_weights,
+    model_function,
+)
 from hp_platform import get_platform
 
 

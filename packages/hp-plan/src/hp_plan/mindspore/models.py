@@ -11,9 +11,9 @@ from mindspore import Tensor, nn
 from hp_dtensor import DeviceMesh, implicit_replication
 from hp_dtensor.mindspore.extend import replicate_parameters
 from hp_fsdp.extend import watch_optimizers
-from hp_plan.outline import ModelOutline, ModuleOutline, declared_table, named_by
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import Compare
+from hp_plan.structure.outline import ModelOutline, ModuleOutline, declared_table, named_by
 from hp_styles.mindspore.extend import kind as parallel_kind
 
 

@@ -1,4 +1,4 @@
-"""The sections of a plan, each a frozen value that is checked by `hp_plan.schema`."""
+"""The sections of a plan, each a frozen value that is checked by `hp_plan.reading.tables`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds of a number in a section, which `hp_plan.schema` checks."""
+"""Bounds of a number in a section, which `hp_plan.reading.tables` checks."""
 
 from __future__ import annotations
 

@@ -11,14 +11,21 @@ import torch
 from torch import nn
 
 from hp_optim import AdamW, AdamW8bit, ChainedOptimizer
-from hp_plan.diagnostics import Diagnostic, PlanError
-from hp_plan.model_source import check_function, check_returned, check_weights, failed, load_weights, model_function
-from hp_plan.optimizers import grouped, muon_and_adamw, optimized, scheduled_together, swapped
+from hp_plan.features.optimizers import grouped, muon_and_adamw, optimized, scheduled_together, swapped
 from hp_plan.plan import ParallelPlan
+from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.sections import schedule_factor
-from hp_plan.torch import folders, pretrained
-from hp_plan.torch.adapters import add_adapter, freeze, without_adapter
-from hp_plan.torch.objectives import check_objective_sources
+from hp_plan.structure.model_source import (
+    check_function,
+    check_returned,
+    check_weights,
+    failed,
+    load_weights,
+    model_function,
+)
+from hp_plan.torch.library import folders, pretrained
+from hp_plan.torch.library.adapters import add_adapter, freeze, without_adapter
+from hp_plan.torch.training.objectives import check_objective_sources
 
 # Keys of [model], one of which says what the model is.
 _SOURCES = ("config", "path", "function")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hp_plan.torch.adapters import adapter_texts
-from hp_plan.torch.evaluation import evaluate, evaluating
-from hp_plan.torch.folders import no_progress_bars
-from hp_plan.torch.loss import backward_loss
-from hp_plan.torch.materialize import begin, build_objective, finish
-from hp_plan.torch.training import clip_gradients
+from hp_plan.torch.library.adapters import adapter_texts
+from hp_plan.torch.library.folders import no_progress_bars
+from hp_plan.torch.library.materialize import begin, build_objective, finish
+from hp_plan.torch.training.evaluation import evaluate, evaluating
+from hp_plan.torch.training.loss import backward_loss
+from hp_plan.torch.training.parts import clip_gradients
 
 __all__ = [
     "adapter_texts",

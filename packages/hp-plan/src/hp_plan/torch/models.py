@@ -14,14 +14,14 @@ from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implic
 from hp_dtensor.torch.extend import become
 from hp_fsdp.extend import Roster
 from hp_moe import GroupedExperts, global_auxiliary_loss
-from hp_plan.context import caps_logits
-from hp_plan.outline import ExpertsOutline, ModelOutline, ModuleOutline, declared_table, named_by
+from hp_plan.features.context import caps_logits
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import Compare
-from hp_plan.torch import context
-from hp_plan.torch import pretrained as library
-from hp_plan.torch.saved import saved_bytes as saved_bytes
-from hp_plan.torch.saving import save_whole
+from hp_plan.structure.outline import ExpertsOutline, ModelOutline, ModuleOutline, declared_table, named_by
+from hp_plan.torch.comparing.saved import saved_bytes as saved_bytes
+from hp_plan.torch.library import pretrained as library
+from hp_plan.torch.library.saving import save_whole
+from hp_plan.torch.sequences import context
 from hp_platform.extend import map_nested
 from hp_styles.extend import hook
 from hp_styles.torch.extend import modules as styles_modules

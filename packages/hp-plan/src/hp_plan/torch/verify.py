@@ -11,20 +11,20 @@ import torch
 from torch import nn
 
 from hp_plan.application import apply
-from hp_plan.memory import BYTES, memory_left, training_bytes
-from hp_plan.micro_batches import IGNORED
 from hp_plan.plan import ParallelPlan, context_tokens, data_parallel_rows
 from hp_plan.port import models
 from hp_plan.sections import CompileSection, MemorySection
+from hp_plan.structure.memory import BYTES, memory_left, training_bytes
+from hp_plan.structure.micro_batches import IGNORED
 from hp_plan.torch.build import build_model, build_optimizer, build_schedule
-from hp_plan.torch.compared import Compared
-from hp_plan.torch.context_guard import unguarded
-from hp_plan.torch.float64 import Float64
-from hp_plan.torch.loss import backward_loss, gives_items
-from hp_plan.torch.materialize import build_objective
+from hp_plan.torch.comparing.compared import Compared
+from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.library.materialize import build_objective
 from hp_plan.torch.models import batch_of, loss_inputs
-from hp_plan.torch.objectives import Objective
-from hp_plan.torch.training import clip_gradients
+from hp_plan.torch.sequences.context_guard import unguarded
+from hp_plan.torch.training.loss import backward_loss, gives_items
+from hp_plan.torch.training.objectives import Objective
+from hp_plan.torch.training.parts import clip_gradients
 from hp_plan.verification import VerifyResult
 from hp_platform import get_platform
 
@@ -91,7 +91,8 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
 def refusal_under_cp(plan: ParallelPlan) -> str | None:
     """Call the plan's model once, over all ranks as `cp`, and return why it is refused; None if it isn't.
 
-    The call compares parts of a sequence with the whole: Note [Parts and the whole] in `hp_plan.torch.context_guard`.
+    The call compares parts of a sequence with the whole: Note [Parts and the whole] in
+    `hp_plan.torch.sequences.context_guard`.
 
     Args:
         plan: of `cp` alone, whose model `lint` finds nothing against.

@@ -6,13 +6,12 @@ any other number of ranks goes on from it.
 
 from hyper_parallel.data.contents import Content, contents
 from hyper_parallel.data.errors import DataError
-from hyper_parallel.data.mixture import Mixture
 from hyper_parallel.data.opening import Opened, check_data, describe_cuts, has_tokens, open_data, open_samples
 from hyper_parallel.data.order import permuted
 from hyper_parallel.data.packing import Packed
-from hyper_parallel.data.samples import IGNORED, Rows, Samples, Windows
+from hyper_parallel.data.samples import IGNORED, Mixture, Rows, Samples, Windows
 from hyper_parallel.data.text import VOCABULARY, check_text, find_files, read_text
-from hyper_parallel.data.tokens import TokenFile, write_tokens
+from hyper_parallel.data.tokenization.tokens import TokenFile, write_tokens
 
 __all__ = [
     "IGNORED",

@@ -23,7 +23,7 @@ from typing import Any
 
 from hyper_parallel.data.documents import read_rows
 from hyper_parallel.data.errors import DataError
-from hyper_parallel.data.tokenizing import Tokenizer
+from hyper_parallel.data.tokenization.tokenizing import Tokenizer
 
 __all__ = ["FORMATS", "Example", "Examples", "chat_digest", "chat_of"]
 

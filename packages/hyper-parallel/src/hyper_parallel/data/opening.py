@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from hp_plan import DataSection
 from hyper_parallel.data.errors import DataError
-from hyper_parallel.data.mixture import Mixture
 from hyper_parallel.data.packing import Cut, Joined, Packed, Padded
-from hyper_parallel.data.samples import Rows, Samples, Windows
+from hyper_parallel.data.samples import Mixture, Rows, Samples, Windows
 from hyper_parallel.data.text import VOCABULARY, check_text, read_text
-from hyper_parallel.data.tokens import TokenFile, beyond
+from hyper_parallel.data.tokenization.tokens import TokenFile, beyond
 
 _SUFFIXES = (".bin", ".idx")
 

@@ -94,3 +94,91 @@ class Windows:
         labels = tokens.copy()
         labels[:, 0] = IGNORED
         return Rows(tokens, labels, np.broadcast_to(np.arange(self._length, dtype=np.int64), tokens.shape).copy())
+
+
+# ---- a mixture of sources ----
+_BLOCK = 4096
+
+
+class Mixture:
+    """Samples of several sources by weight.
+
+    Of every 4,096 samples each source has its part, rounded to whole samples, in an order that the seed and the block
+    decide. The source of a sample and its number there follow from its global number; a source that is smaller than
+    its part begins its next epoch.
+
+    Args:
+        sources: what to mix; all have one sequence length.
+        weights: one for each source, in any unit.
+        seed: of the order.
+
+    Raises:
+        DataError: a weight is not positive, or so small that its source has no sample of a block.
+    """
+
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[float], *, seed: int) -> None:
+        if len(sources) != len(weights) or not sources:
+            message = f"a mixture of {len(sources)} sources has {len(weights)} weights"
+            raise DataError(message, "give one weight for each source", key="weights")
+        if not all(weight > 0 and np.isfinite(weight) for weight in weights):
+            message = f"the weights of a mixture are positive numbers, got {tuple(weights)}"
+            raise DataError(message, "leave out a source that is not wanted", key="weights")
+        total = sum(weights)
+        exact = [_BLOCK * weight / total for weight in weights]
+        for number, part in enumerate(exact):
+            if part < 0.5:
+                message = (
+                    f"source {number} has weight {weights[number]:g} of {total:g}: under half a sample in {_BLOCK}"
+                )
+                raise DataError(message, "give it a larger weight, or leave it out", key="weights")
+        self._sources, self._seed = list(sources), seed
+        self._counts = _rounded(exact)
+        self._last: tuple[int, Any] = (-1, None)
+
+    def __len__(self) -> int:
+        return max(
+            -(-len(source) * _BLOCK // int(part)) for source, part in zip(self._sources, self._counts, strict=True)
+        )
+
+    def rows(self, numbers: NDArray[np.int64]) -> Rows:
+        """Return the samples of these numbers."""
+        sources, within = self.places(numbers)
+        order = np.argsort(sources, kind="stable")
+        parts = [
+            self._sources[source].rows(within[order[sources[order] == source]])
+            for source in np.unique(sources).tolist()
+        ]
+        return Rows.joined(parts, np.argsort(order, kind="stable"))
+
+    def places(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source of each sample, and its number there: each source's are used one after the other."""
+        blocks, places = np.divmod(np.asarray(numbers, dtype=np.int64), _BLOCK)
+        sources, within = np.empty_like(places), np.empty_like(places)
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            of_block, ranks = self._block(block)
+            sources[here] = of_block[places[here]]
+            within[here] = block * self._counts[sources[here]] + ranks[places[here]]
+        return sources, within
+
+    def _block(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source of each sample of a block, and how many of the same source come before it there."""
+        if self._last[0] != block:
+            cards = permuted(np.arange(_BLOCK) + block * _BLOCK, count=_BLOCK, seed=self._seed)
+            sources = np.searchsorted(np.cumsum(self._counts), cards, side="right")
+            ranks = np.empty_like(sources)
+            for source, count in enumerate(self._counts):
+                ranks[sources == source] = np.arange(count)
+            self._last = block, (sources, ranks)
+        return self._last[1]
+
+
+def _rounded(exact: Sequence[float]) -> NDArray[np.int64]:
+    """Round to whole numbers of the same sum, at least 1 each: those with the largest rests get what remains."""
+    counts = np.maximum(1, np.floor(exact)).astype(np.int64)
+    rests = np.argsort(counts - np.array(exact), kind="stable")
+    for place in range(_BLOCK - int(counts.sum())):
+        counts[rests[place % len(rests)]] += 1
+    while counts.sum() > _BLOCK:
+        counts[int(np.argmax(counts))] -= 1
+    return counts

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_platform.extend import end_with_parent, launcher_place
-from hyper_parallel.launch import explanation
+from hyper_parallel.launching.launch import explanation
 
 JOB = "job"
 OUTPUT = "output"

@@ -24,13 +24,13 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from hp_plan import ParallelPlan
-from hyper_parallel.display import make_reporter
-from hyper_parallel.ends import ended_alike
-from hyper_parallel.events import showing
-from hyper_parallel.hanging import last_move, watching
-from hyper_parallel.launch import Interrupted, Job, RankFailure, divide_threads, explanation
-from hyper_parallel.notes import show_notes
-from hyper_parallel.stopping import say_first_interrupt
+from hyper_parallel.launching.launch import Interrupted, Job, RankFailure, divide_threads, explanation
+from hyper_parallel.reports.display import make_reporter
+from hyper_parallel.reports.events import showing
+from hyper_parallel.supervision.exit_reports import ended_alike
+from hyper_parallel.supervision.failure_notes import show_notes
+from hyper_parallel.supervision.hanging import last_move, watching
+from hyper_parallel.supervision.stopping import say_first_interrupt
 
 Result = TypeVar("Result")
 

@@ -6,7 +6,7 @@ import torch
 
 from hp_platform import LostRankError, get_platform
 from hp_platform.extend import Place
-from hyper_parallel.launch import divide_threads
+from hyper_parallel.launching.launch import divide_threads
 
 # How the loss of a peer shows: it ended, and its end is what has to be reported.
 _PEER_LOST = (

@@ -1,0 +1,1 @@
+"""What is refused: by the numbers of a plan, by its model, by its ranks."""

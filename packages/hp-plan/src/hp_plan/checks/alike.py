@@ -1,0 +1,166 @@
+"""What ranks must have alike: the plan, the model's shapes and weights, and the samples that they share.
+
+Note [Rank 0's weights]
+Ranks that draw a model's weights from seeds of their own, or of which one alone has loaded a checkpoint, would join
+shards of different models. So `apply` compares a digest of each parameter and buffer, and where ranks differ, all take
+the first rank's, with a warning. What has no memory yet, or is sharded already, is not compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import struct
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hp_dtensor import DeviceMesh
+from hp_plan.plan import ParallelPlan
+from hp_plan.port import contents
+from hp_plan.reading.diagnostics import Diagnostic, PlanError
+from hp_platform import collectives
+from hp_platform.extend import agree, share_bytes
+
+__all__ = ["SharedSamples", "agree_on_plan", "take_first_weights"]
+
+_SECTIONS = ("mesh", "styles", "context", "pipeline", "fsdp", "experts", "memory", "compile")  # that `apply` reads
+_SHOWN = 3  # names in a text
+
+
+def agree_on_plan(
+    plan: ParallelPlan, model: Any, diagnose: Callable[[], Sequence[Diagnostic]], ranks: Sequence[int], group: Any
+) -> None:
+    """Check the plan on every rank, and that all have the same plan and a model of the same shapes.
+
+    Args:
+        plan: this rank's.
+        model: this rank's.
+        diagnose: finds what is wrong with them.
+        ranks: global ranks of the group, in its order.
+        group: the ranks that call this.
+
+    Raises:
+        PlanError: this rank's diagnostics.
+        ValueError: on all ranks: another rank has diagnostics, another plan or other shapes.
+    """
+
+    def own() -> bytes:
+        diagnostics = diagnose()
+        if diagnostics:
+            raise PlanError(diagnostics)
+        lines = [f"{name} = {getattr(plan, name)!r}" for name in _SECTIONS]
+        lines += [f"{name}: {contents().describe(tensor)}" for name, tensor in contents().named(model)]
+        return "\n".join(lines).encode()
+
+    def failed(texts: Mapping[int, str], error: Exception | None) -> Exception:
+        some = "; ".join(f"rank {ranks[place]}: {text}" for place, text in list(texts.items())[:_SHOWN])
+        return error or ValueError(f"apply: the plan is refused by {some}")
+
+    texts = [each.decode().split("\n") for each in agree(own, failed, functools.partial(share_bytes, group=group))]
+    for rank, lines in zip(ranks, texts, strict=True):
+        if lines != texts[0]:
+            there, here = _first_difference(texts[0], lines)
+            raise ValueError(
+                "apply: every rank must pass the same plan and a model of the same shapes, but rank"
+                f" {ranks[0]} has {there} where rank {rank} has {here}"
+            )
+
+
+def take_first_weights(model: Any, ranks: Sequence[int], group: Any) -> None:
+    """Give all ranks the first rank's weights and buffers where they differ; see Note [Rank 0's weights].
+
+    Args:
+        model: with the same shapes on all ranks.
+        ranks: global ranks of the group, in its order.
+        group: the ranks that call this.
+    """
+    own = contents()
+    tensors = [(name, tensor) for name, tensor in own.named(model) if own.is_comparable(tensor)]
+    record = struct.Struct(f"<{len(tensors)}q")
+    digests = record.pack(*own.digests([tensor for _, tensor in tensors]))
+    everyone = [record.unpack(each) for each in share_bytes(digests, group)]
+    if all(each == everyone[0] for each in everyone):
+        return
+    different = [place for place in range(len(tensors)) if len({each[place] for each in everyone}) > 1]
+    for place in different:
+        own.overwrite(tensors[place][1], lambda memory: collectives.broadcast(memory, 0, group=group))
+    others = [ranks[at] for at, each in enumerate(everyone) if each != everyone[0]]
+    names = ", ".join(repr(tensors[place][0]) for place in different[:_SHOWN])
+    warnings.warn(
+        f"apply: ranks {others} have other initial weights than rank {ranks[0]} in {len(different)} of"
+        f" {len(tensors)} tensors ({names}{', ...' if len(different) > _SHOWN else ''}), and take those of rank"
+        f" {ranks[0]}; seed all ranks alike before the model is built, or load the same checkpoint on each",
+        stacklevel=3,
+    )
+
+
+class SharedSamples:
+    """Refuses inputs that differ between ranks that compute one model on the same samples.
+
+    Ranks compare their first inputs in training and their first ones in evaluation: a sampler that gives each rank
+    samples of its own does so from the start, and later calls cost nothing.
+
+    Args:
+        axis: of the mesh, for the error.
+        mesh: of the ranks that share samples, of one axis.
+        some: a rank may be passed some of the inputs alone, as the stages of a pipeline; those that two have are
+            compared.
+    """
+
+    def __init__(self, axis: str, mesh: DeviceMesh, *, some: bool = False) -> None:
+        self._axis, self._some = axis, some
+        self._ranks, self._group = mesh.ranks.reshape(-1).tolist(), mesh.get_group()
+        self._compared: set[bool] = set()
+
+    def compare(self, training: bool, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        """Compare the inputs of a call, the first time in this mode.
+
+        Args:
+            training: the model's mode.
+            args: inputs by place.
+            keywords: inputs by name.
+
+        Raises:
+            ValueError: on all ranks: their inputs differ.
+        """
+        if training in self._compared:
+            return
+        own, found = contents(), dict(_tensors("", {**dict(enumerate(args)), **keywords}))
+        described = zip(found, map(own.describe, found.values()), own.digests(list(found.values())), strict=True)
+        text = "\n".join(f"{name} {kind}, digest {digest}" for name, kind, digest in described)
+        texts = [each.decode().split("\n") for each in share_bytes(text.encode(), self._group)]
+        for rank, lines in zip(self._ranks, texts, strict=True):
+            first = texts[0]
+            if self._some:
+                first, lines = _of_both(first, lines), _of_both(lines, first)
+            if lines != first:
+                there, here = _first_difference(first, lines)
+                raise ValueError(
+                    f"{self._axis}: ranks {self._ranks} compute the same samples together, but rank {self._ranks[0]}"
+                    f" is passed {there} where rank {rank} is passed {here}; pass them the same batch, from a sampler"
+                    " that counts data-parallel ranks alone"
+                )
+        self._compared.add(training)
+
+
+def _first_difference(first: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
+    pairs = itertools.zip_longest(first, other, fillvalue="nothing")
+    return next((a or "nothing", b or "nothing") for a, b in pairs if a != b)
+
+
+def _of_both(lines: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return the lines whose first word, the input's name, others have as well."""
+    names = {line.split(" ", 1)[0] for line in others}
+    return [line for line in lines if line.split(" ", 1)[0] in names]
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """List the tensors in nested inputs, by names such as `labels` or `targets.0.mask`."""
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors(f"{name}.{key}" if name else str(key), each)
+    elif contents().is_comparable(value):
+        yield name, value

@@ -1,0 +1,104 @@
+"""`[compile]` of a plan: which blocks can be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from hp_plan.plan import ParallelPlan
+from hp_plan.port import models
+from hp_plan.reading.diagnostics import Diagnostic, near_misses
+from hp_plan.structure.outline import (
+    ModelOutline,
+    block_lists,
+    generalise,
+    matched_by,
+    matches_nothing,
+    matching,
+    never_called,
+)
+from hp_platform import get_platform
+
+__all__ = ["check_compile", "check_compiled", "compile_blocks"]
+
+_AXES = {
+    "tp": "its DTensors meet plain tensors inside of blocks",
+    "cp": "attention that is spread over ranks is not traced",
+    "ep": "experts gather their parameters inside of blocks",
+}
+_BESIDE = {
+    "swap": "what leaves for the host is not traced",
+    "budget": "a plan of memory is made operation by operation",
+}
+
+
+def check_compile(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that nothing else in the plan keeps blocks from being one graph."""
+    section, default = plan.compile, type(plan.compile)()
+    if not section.blocks:
+        if section.backend == default.backend:
+            return []
+        message = f"got {section.backend!r}, which nothing uses without blocks"
+        return [
+            Diagnostic("compile.backend", message, 'leave it out, or write for example blocks = ["model.layers.*"]')
+        ]
+    if get_platform().name != "torch":
+        message = "got blocks to compile, which this version does not support on MindSpore"
+        return [Diagnostic("compile.blocks", message, "leave [compile] out")]
+    reasons = [
+        (f"mesh.{axis} = {getattr(plan.mesh, axis)}", why)
+        for axis, why in _AXES.items()
+        if getattr(plan.mesh, axis) > 1
+    ]
+    reasons += [(f"memory.{key}", why) for key, why in _BESIDE.items() if getattr(plan.memory, key)]
+    diagnostics = [
+        Diagnostic("compile.blocks", f"got blocks to compile with {what}, but {why}", f"leave [compile] out, or {what}")
+        for what, why in reasons
+    ]
+    backends = models().compilers()
+    if section.backend not in backends:
+        message = f"there is no compiler {section.backend!r}"
+        diagnostics.append(Diagnostic("compile.backend", message, near_misses(section.backend, backends)))
+    return diagnostics
+
+
+def check_compiled(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
+    """Check that patterns name modules that are called, and around no other group of parameters."""
+    diagnostics = []
+    groups = (plan.fsdp.groups or block_lists(model)) if plan.mesh.shard_axes else ()
+    chosen = matched_by(plan.compile.blocks, model.names)
+    apart = sorted(matched_by(groups, model.names) | chosen)
+    for index, pattern in enumerate(plan.compile.blocks):
+        key, matched = f"compile.blocks[{index}]", matching(pattern, model.names)
+        if not matched:
+            diagnostics.append(matches_nothing(key, pattern, model.names))
+        for name in matched:
+            inside = next((each for each in apart if each.startswith(f"{name}.")), None)
+            uncalled = never_called(key, pattern, name, model)
+            if uncalled is not None:
+                diagnostics.append(uncalled)
+            elif inside is not None:
+                what = "is compiled too" if inside in chosen else "gathers its parameters by itself"
+                message = f"'{pattern}' matches {name}, but {inside} inside of it {what}"
+                diagnostics.append(
+                    Diagnostic(key, message, f"name the inner modules alone: '{generalise([inside])[0]}'")
+                )
+            else:
+                continue
+            break
+    return diagnostics
+
+
+def compile_blocks(model: Any, plan: ParallelPlan, outline: ModelOutline, here: Container[str]) -> None:
+    """Let the modules that the plan names be compiled in their first call.
+
+    Args:
+        model: the model, or a stage of it under its names.
+        plan: the plan.
+        outline: of the whole model.
+        here: names of the modules that `model` runs itself.
+    """
+    named = matched_by(plan.compile.blocks, outline.names)
+    for name, module in models().named_modules(model):
+        if name in named and name in here:
+            models().compile(module, plan.compile.backend)

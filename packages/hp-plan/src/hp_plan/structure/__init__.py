@@ -1,0 +1,1 @@
+"""What a plan knows of a model: names, shapes, styles, memory."""

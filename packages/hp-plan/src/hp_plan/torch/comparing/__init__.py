@@ -1,0 +1,1 @@
+"""A plan beside one process, and what backward needs."""

@@ -1,0 +1,1 @@
+"""Models of transformers and peft: built, read and written."""

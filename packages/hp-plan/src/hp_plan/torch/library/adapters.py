@@ -1,0 +1,210 @@
+"""Adapters of the library peft in a plan's model, and parameters that a plan freezes.
+
+Note [Adapters in place]
+    An adapter is put into the model itself, without a wrapper around it: the model keeps its class, so its table of
+    styles, its blocks, its loss and `generate` are found as without. The matrices of the model have other names then
+    (`q_proj.base_layer.weight`); `hp_plan.features.adapters` knows both.
+
+    What is drawn depends on the seed and a matrix's name alone, so it is the same for any mesh, and in each stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
+import math
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_dtensor import implicit_replication
+from hp_plan.features.adapters import ADAPTER, check_frozen, frozen, is_of_adapter, saved_name
+from hp_plan.plan import ParallelPlan
+from hp_plan.reading.diagnostics import Diagnostic, PlanError
+from hp_plan.sections import AdapterSection
+from hp_plan.structure.outline import matches_nothing, matching
+
+__all__ = ["adapter_texts", "add_adapter", "fill_adapter", "freeze", "without_adapter"]
+
+_FILE = "adapter_model.safetensors"
+_ALL = "all-linear"
+
+
+def without_adapter(plan: ParallelPlan) -> ParallelPlan:
+    """Return the plan of the same model without its adapter."""
+    return dataclasses.replace(plan, adapter=AdapterSection())
+
+
+def freeze(model: nn.Module, plan: ParallelPlan) -> None:
+    """Freeze the parameters that `[model] freeze` names.
+
+    Raises:
+        PlanError: a pattern matches nothing, or all is frozen.
+    """
+    named = dict(model.named_parameters())
+    if faults := check_frozen(plan, named):
+        raise PlanError(faults)
+    for name, parameter in named.items():
+        if frozen(plan, name):
+            parameter.requires_grad_(False)
+
+
+def add_adapter(model: nn.Module, plan: ParallelPlan, dtype: torch.dtype) -> None:
+    """Put the plan's adapter into a model, whose own parameters are frozen; see Note [Adapters in place].
+
+    Args:
+        model: with the names that it has without an adapter.
+        plan: with an adapter.
+        dtype: of the model's weights.
+
+    Raises:
+        PlanError: a target matches nothing, peft refuses it, or the adapter to go on from doesn't fit.
+    """
+    peft, section = _peft(), plan.adapter
+    linear = [name for name, each in model.named_modules() if isinstance(each, _linear_kinds())]
+    targets: Any = _ALL if section.targets == (_ALL,) else _named(section.targets, linear, "adapter.targets")
+    every = [name for name, _ in model.named_modules() if name]
+    whole = _named(section.modules, every, "adapter.modules")
+    config = peft.LoraConfig(
+        base_model_name_or_path=plan.model.path,
+        r=section.rank,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=targets,
+        modules_to_save=whole or None,
+        use_rslora=section.rslora,
+        task_type=_task(model),
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of names in transformers that peft still reads
+            peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    except (ValueError, NotImplementedError) as error:
+        raise PlanError([Diagnostic("adapter.targets", f"peft: {error}", "name Linear modules")]) from error
+    own = torch.float64 if dtype is torch.float64 else torch.float32
+    own = own if section.dtype is None else getattr(torch, section.dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_of_adapter(name))
+        if is_of_adapter(name):
+            parameter.data = parameter.data.to(own)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        fill_adapter(model, plan)
+
+
+def _peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ImportError("[adapter] needs peft: pip install 'hp-plan[peft]'") from error
+
+
+@functools.cache
+def _linear_kinds() -> tuple[type, ...]:
+    return (nn.Linear, importlib.import_module("transformers.pytorch_utils").Conv1D)
+
+
+def _task(model: nn.Module) -> str | None:
+    """Return what peft calls the kind of a model, which decides the class that reads the adapter."""
+    name = type(model).__name__
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return "CAUSAL_LM"
+    if name.endswith("ForSequenceClassification"):
+        return "SEQ_CLS"
+    return "SEQ_2_SEQ_LM" if name.endswith("ForConditionalGeneration") and hasattr(model, "encoder") else None
+
+
+def _named(patterns: Iterable[str], names: list[str], key: str) -> list[str]:
+    """Return names as peft takes them: ends of names as they are, and whole names for patterns.
+
+    Raises:
+        PlanError: a pattern matches nothing.
+    """
+    found, faults = [], []
+    for number, pattern in enumerate(patterns):
+        ends = [name for name in names if name == pattern or name.endswith(f".{pattern}")]
+        own = [pattern] if ends else matching(pattern, names)
+        if not own:
+            tails = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            faults.append(matches_nothing(f"{key}[{number}]", pattern, [*tails, *names]))
+        found += own
+    if faults:
+        raise PlanError(faults)
+    return found
+
+
+def fill_adapter(model: nn.Module, plan: ParallelPlan) -> None:
+    """Give an adapter's parameters, of a whole model or of this rank's shards, their initial values.
+
+    Args:
+        model: that has memory.
+        plan: its seed decides them, or the folder that it names.
+
+    Raises:
+        PlanError: the folder has no adapter that fits.
+    """
+    saved = None if plan.adapter.weights is None else _saved(Path(plan.adapter.weights))
+    wrong = []
+    with torch.no_grad(), implicit_replication():
+        for name, parameter in model.named_parameters():
+            key = saved_name(name)
+            if key is None:
+                continue
+            if saved is None:
+                whole = _drawn(name, tuple(parameter.shape), plan.run.seed)
+            else:
+                whole = saved.get(key)
+                if whole is None or whole.shape != parameter.shape:
+                    wrong.append(key)
+                    continue
+            if whole is not None:
+                parameter.copy_(whole.to(parameter.device, parameter.dtype))
+    if wrong:
+        message = f"{plan.adapter.weights} has no {wrong[0]!r} of this shape"
+        raise PlanError([Diagnostic("adapter.weights", message, "take its rank, targets and modules")])
+
+
+def _drawn(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor | None:
+    """Draw A as a Linear draws its weights, and set B to 0; None for a module that is trained whole.
+
+    Of an embedding the two change places.
+    """
+    if any(part in name.split(".") for part in ("lora_B", "lora_embedding_A")):
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    if "lora_A" in name.split("."):
+        return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+    return torch.empty(shape).normal_(generator=generator) if "lora_embedding_B" in name.split(".") else None
+
+
+def _saved(folder: Path) -> Mapping[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    file = folder / _FILE
+    if not file.is_file():
+        message = f"{folder} has no {_FILE}"
+        raise PlanError([Diagnostic("adapter.weights", message, "give the folder of an adapter that peft has saved")])
+    return load_file(file)
+
+
+def adapter_texts(model: Any) -> dict[str, bytes]:
+    """Return the files that peft reads beside an adapter's weights.
+
+    Args:
+        model: with an adapter.
+    """
+    config = model.peft_config[ADAPTER]
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        texts = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    content = json.loads(texts["adapter_config.json"])
+    content["inference_mode"] = True
+    return {**texts, "adapter_config.json": json.dumps(content, indent=2, sort_keys=True).encode()}

@@ -1,0 +1,1 @@
+"""The loss of a step and its gradients under a plan."""

@@ -1,0 +1,206 @@
+"""Losses of `[objective]`: of two answers, of a teacher's predictions, of a function of the user's.
+
+Note [Sums over pairs and labels]
+    An objective returns the sum of its losses over the items of a micro-batch: pairs of answers, or labels that count.
+    `hp_plan.torch.training.loss` divides the sums of all ranks and micro-batches by the step's number of items, so the
+    loss is that of one process on the whole batch, however it is cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hp_plan.features.objectives import reference_plan
+from hp_plan.plan import ParallelPlan
+from hp_plan.reading.diagnostics import Diagnostic
+from hp_plan.structure.micro_batches import IGNORED
+from hp_plan.structure.model_source import check_function, model_function
+from hp_plan.torch.library import folders
+from hp_plan.torch.training.evaluation import evaluating
+
+__all__ = ["Objective", "check_objective_sources"]
+
+T = torch.Tensor
+
+
+def check_objective_sources(plan: ParallelPlan, *, run_code: bool) -> list[Diagnostic]:
+    """Check that the function and the folder that `[objective]` names can be had.
+
+    Args:
+        plan: the plan.
+        run_code: import the function's module to look for it there.
+    """
+    section, diagnostics = plan.objective, []
+    if section.function is not None:
+        diagnostics += check_function(section.function, run_code=run_code, key="objective.function")
+    other = reference_plan(plan)
+    if section.reference is not None and other is not None:
+        found = folders.check_folder(other.model)
+        diagnostics += [dataclasses.replace(each, key="objective.reference") for each in found]
+    return diagnostics
+
+
+class Objective:
+    """The loss of a plan whose loss is not the model's own; see Note [Sums over pairs and labels].
+
+    Args:
+        plan: with such an objective.
+        reference: the second model, under its plan; None where the objective has none.
+
+    Attributes:
+        pairs: an item is a pair of rows.
+        names: of what is measured beside the loss.
+    """
+
+    def __init__(self, plan: ParallelPlan, reference: nn.Module | None = None) -> None:
+        self._section, self._reference = plan.objective, reference
+        self._options = {"use_cache": False} if plan.model.of_transformers else {}
+        self.pairs = plan.data.format == "preference"
+        kind = plan.objective.kind
+        self.names: tuple[str, ...] = ("accuracy", "margin") if kind in ("dpo", "reward") else ()
+        self._function: Callable[..., Any] | None = None
+        if plan.objective.function is not None:
+            self._function = model_function(plan.objective.function, key="objective.function")
+        if reference is not None:
+            reference.requires_grad_(False)
+
+    def items(self, labels: T) -> int:
+        """Count the items of some rows, each of which has a label."""
+        return len(labels) // 2 if self.pairs else int(self.counted(labels))
+
+    def counted(self, labels: T) -> T:
+        """Count the items of some rows on the device; pairs without a label, which fill up a batch, are none."""
+        return _answered(labels).sum() if self.pairs else (labels[:, 1:] != IGNORED).sum()
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, T]) -> tuple[T, T]:
+        """Compute the sum of the losses of some rows, and the sums of what is measured.
+
+        Args:
+            model: to train.
+            batch: `input_ids` and `labels` of shape (rows, sequence length), and `position_ids` of packed ones.
+        """
+        if self._function is not None:
+            total = self._function(model, dict(batch))
+            if not isinstance(total, torch.Tensor) or total.dim():
+                got = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else repr(total)
+                raise TypeError(f"{self._section.function} returned {got}, expected the sum of its losses, a scalar")
+            return total, total.new_zeros(0)
+        kind = {"dpo": self._preferred, "reward": self._scored, "distill": self._taught}[self._section.kind]
+        return kind(model, batch)
+
+    def _preferred(self, model: nn.Module, batch: Mapping[str, T]) -> tuple[T, T]:
+        """Rafailov et al., 2023, equation 7; hinge: Zhao et al., 2023; IPO: Azar et al., 2023, equation 17."""
+        section, labels = self._section, batch["labels"]
+        with self._other(model) as reference:
+            before = _log_probabilities(self._logits(reference, batch), labels)
+        gain = _log_probabilities(self._logits(model, batch), labels) - before
+        if section.loss == "ipo":
+            gain = gain / (labels[:, 1:] != IGNORED).sum(1).clamp_min(1)
+        margin = gain[0::2] - gain[1::2]
+        scaled = section.beta * margin
+        if section.loss == "hinge":
+            losses = F.relu(1 - scaled)
+        elif section.loss == "ipo":
+            losses = (margin - 1 / (2 * section.beta)).square()
+        else:
+            wrong = section.label_smoothing
+            losses = -(1 - wrong) * F.logsigmoid(scaled) - wrong * F.logsigmoid(-scaled)
+        answered = _answered(labels)
+        return (losses * answered).sum(), _compared(scaled, answered)
+
+    def _scored(self, model: nn.Module, batch: Mapping[str, T]) -> tuple[T, T]:
+        """Ouyang et al., 2022, equation 1: the score of a text is that of its last token."""
+        seen: list[T] = []
+        handle = model.get_submodule("score").register_forward_hook(lambda *call: seen.append(call[-1]))
+        try:
+            model(input_ids=batch["input_ids"], **self._options)
+        finally:
+            handle.remove()
+        (scores,) = seen
+        scores = _plain(scores).squeeze(-1)
+        places = torch.arange(scores.shape[1], device=scores.device)
+        last = torch.where(batch["labels"] != IGNORED, places, 0).amax(1)
+        scores = _upcast(scores.gather(1, last[:, None]).squeeze(1))
+        margin = scores[0::2] - scores[1::2]
+        answered = _answered(batch["labels"])
+        return -(F.logsigmoid(margin) * answered).sum(), _compared(margin, answered)
+
+    def _taught(self, model: nn.Module, batch: Mapping[str, T]) -> tuple[T, T]:
+        """Hinton et al., 2015, section 2.1: the divergence of the teacher's predictions from the student's."""
+        section = self._section
+        targets = batch["labels"][:, 1:]
+        counted = targets != IGNORED
+        with self._other(model) as teacher:
+            theirs = _upcast(self._logits(teacher, batch)[:, :-1][counted])
+        own = _upcast(self._logits(model, batch)[:, :-1][counted])
+        if own.shape != theirs.shape:
+            raise ValueError(
+                f"[objective] the teacher predicts {theirs.shape[-1]} tokens and the student {own.shape[-1]}: distill"
+                " takes two models of one tokenizer"
+            )
+        heat = section.temperature
+        theirs, softened = F.log_softmax(theirs / heat, -1), F.log_softmax(own / heat, -1)
+        total = F.kl_div(softened, theirs, reduction="sum", log_target=True) * heat**2
+        if section.mix:
+            total = (1 - section.mix) * total + section.mix * F.cross_entropy(own, targets[counted], reduction="sum")
+        return total, total.new_zeros(0)
+
+    def _logits(self, model: nn.Module, batch: Mapping[str, T]) -> T:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        output = model(**inputs, **self._options)
+        if not isinstance(output, Mapping) or "logits" not in output:
+            raise TypeError(
+                f"[objective] {self._section.kind} takes a model that returns a mapping with logits where it gets no"
+                f" labels; {type(model).__name__} returned {type(output).__name__}"
+            )
+        return output["logits"]
+
+    @contextlib.contextmanager
+    def _other(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Yield the model to compare with, without dropout and gradients: the second one, or without its adapter."""
+        with torch.no_grad(), evaluating(model if self._reference is None else self._reference):
+            if self._reference is not None:
+                yield self._reference
+                return
+            layers: list[Any] = [each for each in model.modules() if hasattr(each, "_disable_adapters")]
+            for each in layers:  # peft's own switch also changes which parameters are trained
+                each._disable_adapters = True
+            try:
+                yield model
+            finally:
+                for each in layers:
+                    each._disable_adapters = False
+
+
+def _log_probabilities(logits: T, labels: T) -> T:
+    """Return for each row the sum of the log-probabilities of its labels."""
+    targets = labels[:, 1:]
+    own = _upcast(logits[:, :-1])
+    losses = F.cross_entropy(own.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return -losses.view(targets.shape).sum(1)
+
+
+def _answered(labels: T) -> T:
+    """Tell for each pair whether its rows have a label."""
+    return (labels[0::2, 1:] != IGNORED).any(1)
+
+
+def _compared(margin: T, answered: T) -> T:
+    """Return how many pairs are in the right order, and the sum of their margins."""
+    margin = margin.detach() * answered
+    return torch.stack([(margin > 0).to(margin.dtype).sum(), margin.sum()])
+
+
+def _upcast(values: T) -> T:
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+
+
+def _plain(values: Any) -> T:
+    return values.full_tensor() if hasattr(values, "full_tensor") else values

@@ -1,0 +1,150 @@
+"""The command `hyper-parallel init`: a plan to begin with."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli_w
+import typer
+
+from hp_offload.extend import parse_size, size
+from hp_plan import Diagnostic, PlanError
+from hp_plan.extend import Proposal, override, propose
+from hyper_parallel.commands.reporting import user_errors
+from hyper_parallel.reports.output import OutputError
+
+_ORDER = ("model", "mesh", "fsdp", "memory", "optimizer", "schedule", "data", "run")
+
+
+def init(
+    model: Annotated[
+        str, typer.Option(metavar="FOLDER|CLASS", help="A model's folder, or a configuration class of transformers.")
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="How many ranks there will be.")],
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of a rank, such as 64GiB; else it isn't limited.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PLAN.toml", help="Write here; else to the terminal.", show_default=False)
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A value that is not to be chosen; repeatable."),
+    ] = None,
+) -> None:
+    """Write a plan that lints clean: mesh, groups and micro-batches by counted memory, with the reasons as comments."""
+    with user_errors():
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        if out is not None and out.exists():
+            raise OutputError(f"{out} exists; remove it, or choose another file with --out")
+        proposal = proposal_of(model, ranks, memory=memory, assignments=assignments or ())
+        if out is not None:
+            proposal = _beside(proposal, out)
+        text = plan_text(proposal, memory=memory)
+        if out is None:
+            typer.echo(text, nl=False)
+            return
+        out.write_text(text, encoding="utf-8")
+        typer.echo(f"{out} is written; next: hyper-parallel lint {out}, hyper-parallel train {out}")
+
+
+def proposal_of(
+    model: str, ranks: int, *, memory: str | None = None, assignments: list[str] | tuple[str, ...] = ()
+) -> Proposal:
+    """Choose a plan.
+
+    Args:
+        model: a folder, which the plan names as it is given here, or the name of a configuration class.
+        ranks: their number.
+        memory: of a rank.
+        assignments: `key=value`, of what is not to be chosen.
+
+    Raises:
+        PlanError: there is no such plan.
+    """
+    if memory is not None:
+        try:
+            limit = parse_size(memory)
+        except ValueError as error:
+            raise PlanError([Diagnostic("--memory", str(error), "write for example --memory 64GiB")]) from error
+    else:
+        limit = None
+    folder = Path(model).is_dir() or os.sep in model
+    if not folder and not model.endswith("Config"):
+        message = f"{model!r} is no folder here, and no configuration class of transformers"
+        raise PlanError([Diagnostic("--model", message, "give a folder with a config.json, or such as LlamaConfig")])
+    tables: dict[str, Any] = {
+        "model": {"path": model} if folder else {"config": model},
+        "optimizer": {"lr": 2e-5 if folder else 1e-3},
+        "schedule": {"kind": "cosine", "warmup_steps": 10, "final": 0.1},
+        "run": {"grad_clip": 1.0, "checkpoint_every": 100},
+    }
+    return propose(override(tables, assignments), ranks, memory=limit)
+
+
+def _beside(proposal: Proposal, out: Path) -> Proposal:
+    """Name the model as the plan's file will find it: a path that is relative here is relative to the file there."""
+    path = proposal.tables["model"].get("path")
+    folder, here = out.parent.resolve(), Path.cwd().resolve()
+    if path is None or Path(path).is_absolute() or folder == here:
+        return proposal
+    tables = {**proposal.tables, "model": {**proposal.tables["model"], "path": os.path.relpath(here / path, folder)}}
+    return dataclasses.replace(proposal, tables=tables)
+
+
+def plan_text(proposal: Proposal, *, memory: str | None = None) -> str:
+    """Write a proposal as TOML, with its reasons as comments.
+
+    Args:
+        proposal: the plan and why.
+        memory: of a rank, as it was given.
+    """
+    estimate, reasons = proposal.estimate, {**_REASONS, **proposal.reasons}
+    parts = {"weights, gradients, optimizer states": estimate.trained, "gathered blocks": estimate.gathered}
+    if estimate.saved is not None:
+        parts["what backward needs"] = estimate.saved
+    limit = f" of {memory}" if memory is not None else ""
+    lines = [
+        f"# About {size(estimate.total)}{limit} on each of {proposal.plan.mesh.world_size} ranks, counted from shapes:",
+        f"# {', '.join(f'{name} {size(number)}' for name, number in parts.items())}.",
+        "# Workspaces of kernels and of communication come on top."
+        + ("" if estimate.saved is not None else " What backward needs of this model can't be counted."),
+    ]
+    tables = proposal.tables
+    if not proposal.plan.data.paths:
+        lines.append("# It trains on the sources of Python's library; data.paths or train --data names other text.")
+    for name in [*_ORDER, *(each for each in tables if each not in _ORDER)]:
+        if name in tables:
+            lines += _table(name, tables[name], reasons)
+    return "\n".join(lines) + "\n"
+
+
+_REASONS = {
+    "optimizer.lr": "of the top; a model that goes on from weights takes less than one that starts",
+    "run.checkpoint_every": "steps; what a lost machine takes with it, at most",
+    "run.grad_clip": "the largest norm of all gradients together",
+}
+
+
+def _table(name: str, table: Any, reasons: Mapping[str, str]) -> list[str]:
+    """Write a section; tables in it come last."""
+    if not isinstance(table, Mapping):
+        return ["", *tomli_w.dumps({name: table}).splitlines()]
+    lines = ["", f"[{name}]"]
+    for key, value in table.items():
+        if not isinstance(value, Mapping):
+            text = (
+                f"{key} = [{', '.join(map(_value, value))}]" if isinstance(value, list) else f"{key} = {_value(value)}"
+            )
+            reason = reasons.get(f"{name}.{key}")
+            lines.append(f"{text}  # {reason}" if reason else text)
+    nested = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    return [*lines, *(["", *tomli_w.dumps({name: nested}).splitlines()] if nested else [])]
+
+
+def _value(value: Any) -> str:
+    return tomli_w.dumps({"_": value}).strip().removeprefix("_ = ")

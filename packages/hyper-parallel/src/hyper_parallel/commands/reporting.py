@@ -1,0 +1,133 @@
+"""What commands tell their user: errors, in place of tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+from hp_checkpoint import CheckpointError
+from hp_checkpoint.extend import steps_in
+from hp_plan import Diagnostic, PlanError
+from hp_platform.extend import SettingError, inside_launcher, launcher_place, speaks_for_ranks
+from hyper_parallel.data import DataError
+from hyper_parallel.launching.launch import Interrupted, RankFailure
+from hyper_parallel.reports.display import diagnostics_table, make_console
+from hyper_parallel.reports.output import CHECKPOINTS, METRICS, OutputError, newest_checkpoint
+from hyper_parallel.supervision.diverging import DivergedError
+from hyper_parallel.supervision.shortage import MemoryShortage
+
+_ADVISED = (CheckpointError, DataError, DivergedError, MemoryShortage, OutputError)
+_PATIENCE = 10.0  # seconds, less than those in which a lost rank is waited for (`worker`)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Report errors that a user can mend and exit with 1; any other error is a bug and propagates."""
+    try:
+        yield
+    except (PlanError, SettingError) as error:  # all ranks have it
+        _leave_to_speaker()
+        if isinstance(error, PlanError):
+            show_diagnostics(error.diagnostics)
+            _tell_torchrun(
+                f"the plan has errors, in the table above: {', '.join(each.key for each in error.diagnostics)}"
+            )
+        else:
+            say(str(error))
+            _tell_torchrun(str(error))
+    except Interrupted as error:
+        say(f"interrupted by {error}")
+        raise typer.Exit(128 + error.number) from None
+    except (*_ADVISED, RankFailure, ImportError, OSError) as error:
+        if inside_launcher() and not isinstance(error, _ADVISED):
+            raise
+        say(str(error))
+    else:
+        return
+    raise typer.Exit(1)
+
+
+def _leave_to_speaker() -> None:
+    """Leave an error of all ranks to the one that speaks for them: its end makes the launcher end this one, too."""
+    if not speaks_for_ranks():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        time.sleep(_PATIENCE)  # then the error is this rank's alone
+
+
+def _tell_torchrun(text: str) -> None:
+    """Write an error where torchrun looks for it, so that its last lines have it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+@contextmanager
+def saying_what_is_saved(folder: Path) -> Iterator[None]:
+    """Say, where a run ends before its time, from what it can go on.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        typer.Exit: a signal has stopped the run, and all of its steps are saved: that is no error.
+    """
+    before = max(steps_in(folder / CHECKPOINTS), default=0)
+    try:
+        yield
+    except (Interrupted, RankFailure) as error:
+        steps = steps_in(folder / CHECKPOINTS)
+        if isinstance(error, Interrupted) and steps and steps[-1] == _last_step(folder):
+            name = f"{signal.Signals(error.number).name}: step {steps[-1]} is saved in {newest_checkpoint(folder)}"
+            typer.echo(f"stopped by {name}; go on by --resume auto --out {folder}", err=True)
+            raise typer.Exit(128 + error.number) from None
+        # A failure may be that of an older checkpoint, which can't be read or doesn't fit.
+        if steps and (isinstance(error, Interrupted) or steps[-1] > before):
+            typer.echo(f"note: go on from step {steps[-1]} by --resume auto --out {folder}", err=True)
+        elif isinstance(error, Interrupted) and (folder / METRICS).exists():
+            fix = "it was not left run.stop_within seconds to save one; run.checkpoint_every = N saves every N steps"
+            typer.echo(f"note: the run has no checkpoint: {fix}", err=True)
+        raise
+
+
+def _last_step(folder: Path) -> int | None:
+    """Return the last step that the metrics of a run have."""
+    path = folder / METRICS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    try:
+        return json.loads(lines[-1])["step"]
+    except (IndexError, ValueError, KeyError):  # none, or half a line
+        return None
+
+
+def say(text: str) -> None:
+    """Write an error to stderr."""
+    # An interrupted live display leaves the cursor hidden.
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")
+    typer.secho(f"error: {text}", err=True, fg=typer.colors.RED)
+
+
+def leads() -> bool:
+    """Return True if this process is rank 0, or not a rank."""
+    place = launcher_place()
+    return place is None or place.rank == 0
+
+
+def show_diagnostics(diagnostics: Sequence[Diagnostic], *, source: str = "the plan") -> None:
+    """Write a plan's errors to stderr."""
+    try:
+        console = make_console(stderr=True)
+    except ImportError:
+        say(str(PlanError(diagnostics, source=source)))
+        return
+    console.print(f"[red]error:[/red] {source} has {len(diagnostics)} error{'s' if len(diagnostics) != 1 else ''}")
+    console.print(diagnostics_table((each.key, each.message, each.fix) for each in diagnostics))

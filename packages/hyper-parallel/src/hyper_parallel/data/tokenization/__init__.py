@@ -1,0 +1,1 @@
+"""Text as tokens: tokenizers, and files of tokens."""

@@ -1,0 +1,1 @@
+"""Ranks of this machine, started and ended."""

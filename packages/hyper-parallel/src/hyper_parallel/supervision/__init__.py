@@ -1,0 +1,1 @@
+"""Runs that stop, hang, diverge, run out of memory or fail, and what is said of it."""

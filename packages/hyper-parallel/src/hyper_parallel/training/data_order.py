@@ -1,0 +1,81 @@
+"""The order of a run's samples: what a checkpoint's position in the data is good for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hp_checkpoint import CheckpointError, InvalidCheckpointError
+from hp_checkpoint.extend import open_checkpoint, read_values, steps_in
+from hp_plan import ParallelPlan
+from hyper_parallel.data import Content, DataError, contents
+from hyper_parallel.data.tokenization.tokenized import token_files
+from hyper_parallel.reports.output import CHECKPOINTS
+
+_DIGEST = "digest of the data"
+
+
+def order(plan: ParallelPlan, data: Sequence[Content]) -> dict[str, Any]:
+    """Return what decides which sample a number is.
+
+    Args:
+        plan: of the run.
+        data: what the training data holds.
+    """
+    return {
+        "run.seed": plan.run.seed,
+        "data.sequence_length": plan.data.sequence_length,
+        "data.packing": plan.data.packing,
+        "data.weights": list(plan.data.weights),
+        **({} if plan.data.format == "text" else {"data.truncation": plan.data.truncation}),
+        _DIGEST: [content.digest for content in data],
+    }
+
+
+def check_order(own: Mapping[str, Any], saved: Any, folder: Path) -> None:
+    """Check that samples have the numbers that they had.
+
+    Args:
+        own: of the plan: what `order` returns, or a part of it.
+        saved: the data's position in a checkpoint.
+        folder: of the checkpoint.
+
+    Raises:
+        DataError: they are numbered anew, or the checkpoint has no position.
+    """
+    if not isinstance(saved, Mapping) or "sample" not in saved:
+        fix = f"go on in a folder of checkpoints of `train`, or start a run with --weights {folder}"
+        raise DataError(f"{folder} has no position in the data, so no run can go on from it", fix)
+    changed = [name for name in own if saved.get(name) != own[name]]
+    if changed:
+        texts = "; ".join(f"{name} was {saved.get(name)} and is {own[name]}" for name in changed)
+        message = f"{folder} can't go on with its data, whose samples are numbered anew: {texts}"
+        fix = f"set it back, or start a run elsewhere with --weights {folder}"
+        raise DataError(message, fix)
+
+
+def check_resume(plan: ParallelPlan, folder: Path) -> None:
+    """Check, before a rank starts, that the data lets a run go on from its newest checkpoint that can be read.
+
+    The ranks check it again on what they read. Text that would be tokenized anew is described by them alone.
+
+    Args:
+        plan: the plan.
+        folder: of the run; one without a checkpoint starts.
+
+    Raises:
+        DataError: as `check_order`, or the data can't be read.
+    """
+    for step in reversed(steps_in(folder / CHECKPOINTS)):
+        place = folder.absolute() / CHECKPOINTS / f"step-{step:08d}"
+        try:
+            values = read_values(open_checkpoint(place), place, lambda address: None)
+        except (CheckpointError, InvalidCheckpointError, FileNotFoundError):
+            continue  # the ranks tell, and pass it over
+        section = token_files(plan, folder)
+        own = order(plan, () if section is None else contents(section))
+        if section is None:
+            del own[_DIGEST]
+        check_order(own, values.get("data") if isinstance(values, Mapping) else None, place)
+        return

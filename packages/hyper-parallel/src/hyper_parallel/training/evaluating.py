@@ -1,0 +1,144 @@
+"""Evaluation: the loss of a checkpoint on data, over all of its samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hp_checkpoint import Checkpointer
+from hp_checkpoint.extend import Ranks, summary
+from hp_plan import ParallelPlan
+from hp_plan.extend import data_parallel_rows, vocabulary
+from hyper_parallel.data import IGNORED, Rows, Samples, describe_cuts, open_data, open_samples
+from hyper_parallel.data.tokenization.tokenized import with_tokens
+from hyper_parallel.port import Trainer, training
+from hyper_parallel.reports.output import OutputError, newest_checkpoint
+from hyper_parallel.training.validation import mean_values
+
+__all__ = ["Evaluation", "check_checkpoint", "check_parts", "evaluate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What a model is worth on some data.
+
+    Attributes:
+        loss: mean of a token that counts, or of a pair of answers.
+        perplexity: of that loss, where it is that of predicting tokens.
+        accuracy: part of the pairs whose preferred answer got more; None where the objective compares none.
+        margin: by how much, the mean of a pair.
+        samples: that were evaluated.
+        left_out: that fill no batch, of a model whose loss can't leave out labels.
+        checkpoint: the folder of the weights; None for those that the plan begins with.
+        cut: says how many examples `data.truncation` has shortened or left out; empty if none.
+    """
+
+    loss: float
+    perplexity: float | None
+    accuracy: float | None
+    margin: float | None
+    samples: int
+    left_out: int
+    checkpoint: str | None
+    cut: str
+
+
+def check_checkpoint(folder: Path) -> Path:
+    """Return the folder of a checkpoint of a run: the newest one of a run's folder.
+
+    Raises:
+        OutputError: it is none.
+    """
+    newest = newest_checkpoint(folder)
+    if not newest.name.startswith("step-") or not (newest / "manifest.json").is_file():
+        fix = "name a run's folder, or one of its checkpoints; a model of transformers is evaluated by --set model.path"
+        raise OutputError(f"{folder} is no checkpoint of a run: {fix}")
+    return newest
+
+
+def check_parts(plan: ParallelPlan, checkpoint: Path) -> None:
+    """Check that a checkpoint has what the plan loads: the adapter of a plan with one, else the model.
+
+    Raises:
+        OutputError: it has the other, or can't be read.
+    """
+    try:
+        content: dict[str, Any] = summary(checkpoint)
+    except ValueError as error:
+        raise OutputError(f"{checkpoint} can't be read: {error}") from error
+    parts = content["parts"]
+    if plan.adapter.kind is not None and "adapter_model" not in parts:
+        fix = f"evaluate it by --set model.path={checkpoint} in its place: an adapter that begins adds nothing"
+        raise OutputError(f"{checkpoint} has a whole model, and the plan loads an adapter ([adapter] kind); {fix}")
+    if plan.adapter.kind is None and "model" not in parts and "adapter_model" in parts:
+        fix = "evaluate it with the plan that it was trained by, or what hyper-parallel checkpoint merge makes of it"
+        raise OutputError(f"{checkpoint} has an adapter alone, and the plan has no [adapter] kind; {fix}")
+
+
+def evaluate(plan: ParallelPlan, checkpoint: Path | None, *, batches: int | None = None) -> Evaluation:
+    """Evaluate the plan's model on its data. Every rank calls it.
+
+    Text becomes tokens in a temporary folder of rank 0's machine: ranks of other machines take token files.
+
+    Args:
+        plan: whose data is taken in its order, each sample once.
+        checkpoint: its folder, of any mesh; None takes the weights that the plan begins with.
+        batches: so many, at most; None takes all.
+
+    Raises:
+        OutputError: the checkpoint doesn't fit the plan.
+        DataError: the data can't be read, or has no token to predict.
+    """
+    ranks = Ranks()
+    with ExitStack() as stack:
+        own = stack.enter_context(tempfile.TemporaryDirectory()) if ranks.rank == 0 else ""
+        folder = Path(ranks.first(own.encode, "evaluate").decode())
+        plan = with_tokens(plan, folder, ranks)
+        data = open_data(plan.data)
+        trainer = training().Trainer(plan)
+        if checkpoint is not None:
+            _load(trainer, checkpoint)
+        samples = open_samples(plan.data, seed=0, vocabulary=vocabulary(plan.model), data=data)
+        size, count = plan.data.batch_size, len(samples)
+        taken = count if batches is None else min(count, batches * size)
+        left_out = 0 if plan.model.of_transformers else taken % size
+        rows = _rows(samples, taken - left_out, size, data_parallel_rows(plan), plan.data.width)
+        loss, *measured = mean_values(trainer, rows, ranks)
+        ranks.gather(b" ")  # the folder of the tokens stays until all have read it
+    named = dict(zip(trainer.measures, measured, strict=True))
+    return Evaluation(
+        loss=loss,
+        perplexity=None if plan.objective.is_own else math.exp(min(loss, 700.0)),
+        accuracy=named.get("accuracy"),
+        margin=named.get("margin"),
+        samples=taken - left_out,
+        left_out=left_out,
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        cut=describe_cuts(plan.data, data).removeprefix(", "),
+    )
+
+
+def _load(trainer: Trainer, folder: Path) -> None:
+    step = int(folder.name.removeprefix("step-"))
+    with Checkpointer(folder.parent, adapter=trainer.adapter) as checkpoints:
+        try:
+            checkpoints.load(trainer.model, step=step)
+        except ValueError as error:
+            fix = "evaluate it with the plan that it was trained by"
+            raise OutputError(f"{folder} doesn't fit the plan: {error}; {fix}") from error
+
+
+def _rows(samples: Samples, count: int, size: int, own: slice, width: int) -> Iterator[Rows]:
+    """Yield this rank's rows of each batch; what the last one lacks is filled with rows that have no label."""
+    for first in range(0, count, size):
+        numbers = np.arange(first + own.start, first + own.stop)
+        rows = samples.rows(np.minimum(numbers, count - 1))
+        rows.labels[np.repeat(numbers >= count, width)] = IGNORED
+        yield rows
