@@ -29,6 +29,7 @@ nox.options.sessions = ["tests", "lint", "types"]
 ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 SOURCES = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
+TYPED = [str(path) for path in sorted(ROOT.glob("packages/*/tests/test_typing.py"))]  # what users' checkers conclude
 CONSTRAINTS = "constraints.txt"
 RESULTS = ".nox/results"  # of whole test runs, a file for each backend; pytest makes the folder
 FRAMEWORK_CONSTRAINTS = "constraints-{}.txt"  # PyTorch and MindSpore work with different versions of NumPy
@@ -232,9 +233,9 @@ def new_package(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Pyright on the sources of every package; `-- packages/hp-fsdp/src` on those of one."""
+    """Pyright on the sources, and on what tests say of types; `-- packages/hp-fsdp/src` on those of one."""
     install(session, *PACKAGES, extras="[torch,test]", others=("pyright[nodejs]", "peft"))
-    session.run("pyright", *(session.posargs or SOURCES))
+    session.run("pyright", *(session.posargs or (*SOURCES, *TYPED)))
 
 
 @nox.session

@@ -99,7 +99,8 @@ def fully_shard(
             torch's. Default: all axes of ``mesh``.
 
     Returns:
-        ``module``, or the list of modules.
+        ``module``, or the list of modules: for a type checker of the type that it was, so that its own attributes and
+        methods are completed. ``assert isinstance(model, FSDPModule)`` adds the methods of `HSDPModule` to them.
 
     Raises:
         ValueError: arguments that contradict each other, a mesh of more than two axes, a module that is sharded
