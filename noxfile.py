@@ -73,6 +73,8 @@ SUPPORT_TESTS = (  # of what rests on transformers' and safetensors' own names
     *(f"packages/hp-plan/tests/test_{name}.py" for name in ("derived", "expert_plans", "model_folders", "packing")),
 )
 EXAMPLES = {"torch": "examples/qwen3_fsdp_tp.toml", "mindspore": "examples/mindspore_qwen3_fsdp_tp.toml"}
+LOOPS = {"fabric": ("lightning",), "ray": ("ray[train]",)}
+"""Libraries of programs in examples/loops, which no other session has; each has a test_<name>.py in hyper-parallel."""
 CI = ("torch-cpu", "torch-npu-sim", "mindspore-cpu")  # they need no device, so two tests may run at a time
 
 
@@ -432,10 +434,11 @@ def sinks(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def ray(session: nox.Session) -> None:
-    """Runs examples/loops/ray_train.py on two workers of Ray Train, and compares it with two ranks of torchrun."""
-    install(session, *PACKAGES, extras="[torch,test]", others=("ray[train]",))
-    session.run("python", "-m", "pytest", "packages/hyper-parallel/tests/test_ray.py", *session.posargs)
+@nox.parametrize("library", list(LOOPS), ids=list(LOOPS))
+def loops(session: nox.Session, library: str) -> None:
+    """Runs a program of examples/loops with its library, and compares it with one process; `nox -s "loops(ray)"`."""
+    install(session, *PACKAGES, extras="[torch,test]", others=LOOPS[library])
+    session.run("python", "-m", "pytest", f"packages/hyper-parallel/tests/test_{library}.py", *session.posargs)
 
 
 @nox.session

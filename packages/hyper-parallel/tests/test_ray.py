@@ -1,4 +1,4 @@
-"""The program of Ray Train, on two workers of its own; `nox -s ray` has Ray."""
+"""The program of Ray Train, on two workers of its own; `nox -s "loops(ray)"` has Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 pytestmark = [
     pytest.mark.framework("torch"),
     pytest.mark.not_on("torch-npu-sim", reason="the workers ask for CPUs; nothing of the device in it"),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: nox -s ray"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='needs Ray: nox -s "loops(ray)"'),
 ]
 LOOPS = Path(__file__).parents[3] / "examples" / "loops"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
