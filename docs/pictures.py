@@ -145,7 +145,7 @@ def verify() -> None:
 def data_show() -> None:
     """Show conversations, and what of them is trained."""
     command = "hyper-parallel data show plan.toml --count 3"
-    screen("data-show", "learn/fine-tuning.md", command, before="python make_model.py")
+    screen("data-show", "learn/fine-tuning.ipynb", command, before="python make_model.py")
 
 
 def doctor() -> None:
@@ -191,7 +191,7 @@ def pipeline() -> None:
 def memory() -> None:
     """Draw what is kept and computed again for each budget."""
     with tempfile.TemporaryDirectory() as folder:
-        save_files("learn/memory.md", Path(folder))
+        save_files("learn/memory.ipynb", Path(folder))
         done = subprocess.run(
             [sys.executable, "budgets.py"], cwd=folder, env=environment(), check=True, capture_output=True, text=True
         )

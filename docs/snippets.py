@@ -13,6 +13,8 @@ The kinds of blocks, by their first lines:
     ```toml                       a part of a plan
     ```console                    commands for another machine, or for a checkout: not run
 
+A notebook is such a page, too: its cells are these blocks, files begin with %%writefile and commands with %%bash, and what
+a cell has printed is the text after it. A cell without an output may print anything.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import ast
 import difflib
 import doctest
+import json
 import os
 import re
 import subprocess
@@ -49,6 +52,7 @@ _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | r
 _FENCE = re.compile(r"^```[^\n]+$", re.MULTILINE)
 _EQUAL = doctest.OutputChecker().check_output
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+_LANGUAGES = {".toml": "toml", ".py": "python", ".jsonl": "json", ".yaml": "yaml"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,47 @@ class Block:
 
 def pages() -> list[Path]:
     """List the pages whose blocks are run."""
-    return [path for folder in FOLDERS for path in sorted((DOCS / folder).glob("*.md"))]
+    return [path for folder in FOLDERS for path in sorted((DOCS / folder).iterdir()) if path.suffix in (".md", ".ipynb")]
+
+
+def page_text(page: Path) -> str:
+    """Read a page as Markdown, a notebook by its cells."""
+    text = page.read_text("utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    return "\n\n".join(part for cell in json.loads(text)["cells"] for part in _parts(cell)) + "\n"
+
+
+def printed(cell: dict) -> str:
+    """Return what a cell of a notebook has printed: standard output, and the value of its last line."""
+    texts = (
+        each["text"] if each["output_type"] == "stream" else each["data"].get("text/plain", "")
+        for each in cell["outputs"]
+        if each["output_type"] == "execute_result" or each.get("name") == "stdout"
+    )
+    return "".join(_joined(text) for text in texts)
+
+
+def _parts(cell: dict) -> Iterator[str]:
+    """Write a cell of a notebook as the blocks of a page."""
+    source = _joined(cell["source"])
+    if cell["cell_type"] == "markdown":
+        yield source
+        return
+    magic, _, rest = source.partition("\n")
+    if magic.startswith("%%bash"):
+        yield f"```sh\n{rest}\n```"
+    elif magic.startswith("%%writefile "):
+        name = magic.split()[1]
+        yield f'```{_LANGUAGES[Path(name).suffix]} title="{name}"\n{rest}\n```'
+    else:
+        yield f"```python\n{source}\n```"
+    if text := printed(cell).rstrip():
+        yield f"```text\n{text}\n```"
+
+
+def _joined(text: str | list[str]) -> str:
+    return text if isinstance(text, str) else "".join(text)
 
 
 def blocks(page: Path) -> list[Block]:
@@ -79,7 +123,7 @@ def blocks(page: Path) -> list[Block]:
     Raises:
         ValueError: a fence that opens no block that is understood.
     """
-    text = page.read_text("utf-8")
+    text = page_text(page)
     found = list(_BLOCK.finditer(text))
     strange = {match.start() for match in _FENCE.finditer(text)} - {match.start() for match in found}
     name = page.relative_to(DOCS).as_posix()
@@ -116,29 +160,60 @@ def faults(page: Path) -> Iterator[str]:
 
 def run(page: Path, folder: Path) -> Iterator[str]:
     """Do what a page says in an empty folder, and say what fails, or prints something else than the page says."""
-    printed = ""
+    if page.suffix == ".ipynb":
+        yield from _run_notebook(page, folder)
+        return
+    told = ""
     for block in blocks(page):
         if block.kind == FILE:
             (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.title).write_text(block.text, "utf-8")
         elif block.kind in RUN:
             command = ["bash", "-e"] if block.kind == "sh" else [sys.executable, "-"]
-            status, printed, told = _execute(command, block.text, folder)
+            status, told, errors = _execute(command, block.text, folder)
             if status:
-                yield f"{block.place}: exit status {status}\n{printed}{told}"
+                yield f"{block.place}: exit status {status}\n{told}{errors}"
                 return
-        elif block.kind == "text" and not _EQUAL(block.text, printed, _FLAGS):
-            lines = difflib.unified_diff(block.text.splitlines(), printed.splitlines(), block.place, "printed", "", "")
-            yield "\n".join(lines)
+        elif block.kind == "text":
+            yield from _differences(block.text, told, block.place)
+
+
+def _differences(shown: str, got: str, place: str) -> Iterator[str]:
+    """Compare what a page shows with what was printed."""
+    if not _EQUAL(shown, got, _FLAGS):
+        yield "\n".join(difflib.unified_diff(shown.splitlines(), got.splitlines(), place, "printed", "", ""))
+
+
+def _run_notebook(page: Path, folder: Path) -> Iterator[str]:
+    """Execute a notebook in an empty folder; say which cell raises, or prints something else than is saved with it."""
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    notebook = nbformat.read(page, as_version=4)
+    saved = [printed(cell) if cell["cell_type"] == "code" else "" for cell in notebook.cells]
+    client = NotebookClient(notebook, timeout=int(LIMIT), resources={"metadata": {"path": str(folder)}})
+    try:
+        client.execute(env=_environment())
+    except CellExecutionError as error:
+        yield f"docs/{page.relative_to(DOCS)}: {error.ename}: {error.evalue}\n{error.traceback}"
+        return
+    for place, (cell, shown) in enumerate(zip(notebook.cells, saved, strict=True)):
+        if shown:
+            yield from _differences(shown, printed(cell), f"docs/{page.relative_to(DOCS)}, cell {place}")
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment in which the pages' programs run."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, **ENVIRONMENT, "PATH": path}
 
 
 def _execute(command: list[str], text: str, folder: Path) -> tuple[int, str, str]:
     """Run a block; return its exit status, standard output and standard error."""
-    own = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    environment = {**os.environ, **ENVIRONMENT, **own}
     try:
         done = subprocess.run(
-            command, input=text.encode(), timeout=LIMIT, check=False, cwd=folder, env=environment, capture_output=True
+            command, input=text.encode(), timeout=LIMIT, check=False, cwd=folder, env=_environment(), capture_output=True
         )
     except subprocess.TimeoutExpired as error:
         return 124, (error.stdout or b"").decode(errors="replace"), (error.stderr or b"").decode(errors="replace")
