@@ -208,14 +208,13 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Builds the site into site/; `-- --run` first runs what its pages show, `-- --run learn/memory.md` one page's."""
-    run = "--run" in session.posargs
-    site = ("mkdocs-material", "mkdocstrings[python]", "ruff")
-    if run:
-        install(session, *PACKAGES, extras="[torch]", others=(*site, "peft", "matplotlib"))
-    else:
-        install(session, "hp-plan", others=site)
+    """Executes the notebooks and builds the site; `-- --run` runs all pages first, `-- --run learn/pipeline.md` one."""
+    site = ("mkdocs-material", "mkdocstrings[python]", "ruff", "nbclient", "ipykernel")
+    install(session, *PACKAGES, extras="[torch]", others=(*site, "peft", "matplotlib"))
     session.run("python", "docs/snippets.py", *session.posargs)
+    if "--run" not in session.posargs:
+        notebooks = sorted(path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/*/*.ipynb"))
+        session.run("python", "docs/snippets.py", "--run", *notebooks)
     # Material's word about MkDocs 2, which the pins leave out.
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
 

@@ -1,6 +1,7 @@
 """What mkdocs.yml needs of Python: pages of the repository outside docs/, and the reference of public names.
 
 - READMEs and CONTRIBUTING.md become pages; links of all pages to other files of the repository lead to copies of them.
+- A notebook becomes a page of the same name, with what its cells have printed; it stays there to be opened.
 - Each package has a page of its public names, `reference/<package>.md`, which mkdocstrings fills from the docstrings.
   Sources are read, not imported. A public name without a docstring is a warning, which `--strict` makes an error.
 """
@@ -17,6 +18,7 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from snippets import page_text  # hooks are imported from their own folder
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = logging.getLogger("mkdocs.hooks.site")
@@ -58,6 +60,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the repository, the files that pages link to, and the reference."""
     linked: set[str] = set()
+    for place in sorted(ROOT.glob("docs/*/*.ipynb")):
+        page = place.relative_to(ROOT / "docs").with_suffix(".md").as_posix()
+        text = page_text(place)
+        linked |= {target for target, _ in _targets(text, f"docs/{page}")}
+        files.append(File.generated(config, page, content=text))
     for place, page in PAGES.items():
         text = (ROOT / place).read_text("utf-8")
         linked |= {target for target, _ in _targets(text, place)}
@@ -86,6 +93,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         (target, anchor), place = _resolve(match[1], here), page.file.src_uri
         if target.startswith("docs/"):
             there = target.removeprefix("docs/")
+            if there.endswith(".ipynb") and there.removesuffix(".ipynb") != place.removesuffix(".md"):
+                there = there.removesuffix(".ipynb") + ".md"  # its page; the page itself leads to the notebook
         elif (ROOT / target).is_dir():
             there = PAGES.get(f"{target}/README.md") or _first(target, files)
         else:

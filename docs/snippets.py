@@ -2,7 +2,7 @@
 
     python docs/snippets.py                          Python and YAML parse, plans read, every block is of a known kind
     python docs/snippets.py --run                    run all pages, from top to bottom, each in an empty folder
-    python docs/snippets.py --run learn/memory.md    run one
+    python docs/snippets.py --run learn/pipeline.md  run one
 
 The kinds of blocks, by their first lines:
 
@@ -74,7 +74,8 @@ class Block:
 
 def pages() -> list[Path]:
     """List the pages whose blocks are run."""
-    return [path for folder in FOLDERS for path in sorted((DOCS / folder).iterdir()) if path.suffix in (".md", ".ipynb")]
+    paths = (path for folder in FOLDERS for path in sorted((DOCS / folder).iterdir()))
+    return [path for path in paths if path.suffix in (".md", ".ipynb")]
 
 
 def page_text(page: Path) -> str:
@@ -213,7 +214,13 @@ def _execute(command: list[str], text: str, folder: Path) -> tuple[int, str, str
     """Run a block; return its exit status, standard output and standard error."""
     try:
         done = subprocess.run(
-            command, input=text.encode(), timeout=LIMIT, check=False, cwd=folder, env=_environment(), capture_output=True
+            command,
+            input=text.encode(),
+            timeout=LIMIT,
+            check=False,
+            cwd=folder,
+            env=_environment(),
+            capture_output=True,
         )
     except subprocess.TimeoutExpired as error:
         return 124, (error.stdout or b"").decode(errors="replace"), (error.stderr or b"").decode(errors="replace")
