@@ -191,9 +191,9 @@ def pipeline() -> None:
 def memory() -> None:
     """Draw what is kept and computed again for each budget."""
     with tempfile.TemporaryDirectory() as folder:
-        save_files("learn/memory.ipynb", Path(folder))
+        program = next(each.text for each in snippets.blocks(DOCS / "learn/memory.ipynb") if each.kind == "python")
         done = subprocess.run(
-            [sys.executable, "budgets.py"], cwd=folder, env=environment(), check=True, capture_output=True, text=True
+            [sys.executable, "-c", program], cwd=folder, env=environment(), check=True, capture_output=True, text=True
         )
     rows = [[float(each) for each in re.findall(r"[\d.]+", line)] for line in done.stdout.splitlines()]
     figure, axes = _figure(6, 2.4)

@@ -13,7 +13,7 @@ The kinds of blocks, by their first lines:
     ```toml                       a part of a plan
     ```console                    commands for another machine, or for a checkout: not run
 
-A notebook is such a page, too: its cells are these blocks, files begin with %%writefile and commands with %%bash, and what
+A notebook is such a page, too: its cells are these blocks, files begin with %%writefile, commands with %%bash, and what
 a cell has printed is the text after it. A cell without an output may print anything.
 """
 
