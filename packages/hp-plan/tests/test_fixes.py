@@ -32,7 +32,8 @@ MOE = config("Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_interme
 AUXILIARY = {**MOE, "overrides": {**MOE["overrides"], "output_router_logits": True}}
 SCORES = config("LlamaConfig", num_labels=1, pad_token_id=0) | {"task": "sequence-classification"}
 LINEAR = {"function": "torch.nn:Linear", "overrides": {"in_features": 4, "out_features": 4}}
-LINEAR_MODEL = {"function": "fixes_model:model", "folder": str(Path(__file__).parent)}
+MAMBA = {"config": "MambaConfig", "overrides": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}}
+HEADS = {"function": "torch.nn:MultiheadAttention", "overrides": {"embed_dim": 4, "num_heads": 2}}
 PAIRS = {"format": "preference", "sequence_length": 32}
 MLP, ATTENTION, EXPERTS = "model.layers.*.mlp", "model.layers.*.self_attn", "model.layers.*.mlp.experts"
 UP, DOWN, QUERY = f"{MLP}.up_proj", f"{MLP}.down_proj", f"{ATTENTION}.q_proj"
@@ -45,22 +46,22 @@ EP = {"dp_shard": 2, "ep": 2}
 CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
     # what a value is, and where it stands
     ("write it as [mesh] with one key a line", {"mesh": 3}, ["-mesh"]),
-    ("write it as [[optimizer.groups[0]]]", {"optimizer": {"groups": ["x"]}}, ["-optimizer.groups"]),
+    ("write it as [[optimizer.groups]]", {"optimizer": {"groups": ["x"]}}, ["-optimizer.groups"]),
     ("write an integer", {"mesh": {"tp": "2"}}, ["mesh.tp=2"]),
-    ('write "3", in quotes', {"data": {"tokenizer": 3}}, ['data.tokenizer="3"']),
+    ('write "3", in quotes', {"data": {**BASE["data"], "tokenizer": 3}}, ['data.tokenizer="3"']),
     ('write ["model.layers.*"]', {"fsdp": {"groups": "model.layers.*"}}, ['fsdp.groups=["model.layers.*"]']),
     ('write ["wandb"]', {"metrics": {"sinks": "wandb"}}, ['metrics.sinks=["wandb"]']),
     ("did you mean 'wandb'?", {"metrics": {"sinks": ["wanbd"]}}, ['metrics.sinks=["wandb"]']),
     ("write true or false", {"fsdp": {"offload": 1}}, ["fsdp.offload=true", "fsdp.offload=false"]),
     ("write a number of at least 0.0", {"optimizer": {"weight_decay": -1.0}}, ["optimizer.weight_decay=0.0"]),
     ("did you mean 'adamw' or 'adamw8bit'?", {"optimizer": {"name": "adamw8"}}, ["optimizer.name=adamw"]),
-    ("did you mean 'tp'?", {"mesh": {"tpp": 2}}, [("-mesh.tpp", "mesh.tp=2")]),
+    ("did you mean 'tp' or", {"mesh": {"tpp": 2}}, [("-mesh.tpp", "mesh.tp=2")]),
     ("did you mean 'lr'?", {"optimizer": {"learning_rate": 1e-4}}, [("-optimizer.learning_rate", "optimizer.lr=1e-4")]),
     ("did you mean mesh.dp_shard or", {"run": {"dp_size": 2}}, [("-run.dp_size", "mesh.dp_shard=2")]),
     ("it belongs to [run]: move it there", {"seed": 2}, [("-seed", "run.seed=2")]),
     ("'seed' belongs to [run]: move it there", {"mesh": {"seed": 2}}, [("-mesh.seed", "run.seed=2")]),
-    ("'dtype' belongs to [run] or [adapter]", {"mesh": {"dtype": "bfloat16"}}, [("-mesh", "run.dtype=bfloat16")]),
-    ("it belongs to [run] or [adapter]", {"dtype": "bfloat16"}, [("-dtype", "run.dtype=bfloat16")]),
+    ("'dtype' belongs to [adapter] or [run]", {"mesh": {"dtype": "bfloat16"}}, [("-mesh", "run.dtype=bfloat16")]),
+    ("it belongs to [adapter] or [run]", {"dtype": "bfloat16"}, [("-dtype", "run.dtype=bfloat16")]),
     ("did you mean [adapter]?", {"lora": LORA}, [("-lora", "adapter.kind=lora")]),
     ("did you mean 'optimizer'?", {"optimizr": {"lr": 1e-4}}, [("-optimizr", "optimizer.lr=1e-4")]),
     ("did you mean 'auto'", {"styles": "atuo", "mesh": {"tp": 2}}, ["styles=auto"]),
@@ -86,7 +87,7 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
     # styles
     ("did you mean 'colwise'", {"styles": {UP: "colwis", DOWN: "rowwise"}, "mesh": {"tp": 2}}, [f'styles."{UP}"=colwise']),
     (
-        "or 'model.layers.*.mlp.up_proj'",
+        "did you mean 'model.layers.*.mlp.up_proj'",
         {"styles": {f"{MLP}.u_proj": "colwise", DOWN: "rowwise"}, "mesh": {"tp": 2}},
         [f'styles={{"{UP}"="colwise", "{DOWN}"="rowwise"}}'],
     ),
@@ -106,9 +107,9 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
         ["styles={'model.embed_tokens'='embedding_colwise'}"],
     ),
     (
-        "use 'embedding_rowwise' for an Embedding",
-        {"styles": {"model.embed_tokens": "packed_rowwise"}, "mesh": {"tp": 2}},
-        ["styles={'model.embed_tokens'='embedding_rowwise'}"],
+        "use 'embedding_colwise' for an Embedding",
+        {"styles": {"model.embed_tokens": "packed_colwise"}, "mesh": {"tp": 2}},
+        ["styles={'model.embed_tokens'='embedding_colwise'}"],
     ),
     (
         "use 'rowwise' for a Linear",
@@ -140,8 +141,8 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
     ),
     (
         "write [styles] with one pattern = style per line",
-        {"model": LINEAR_MODEL, "mesh": {"tp": 2}},
-        ['styles={"0"="colwise", "1"="rowwise"}'],
+        {"model": HEADS, "mesh": {"tp": 2}},
+        ['styles={"out_proj"="rowwise"}'],
     ),
     # fsdp, batches, schedules
     ("leave [fsdp] out, or make mesh.dp_shard at least 2", {"mesh": {"tp": 2}, "fsdp": {"offload": True}}, [
@@ -292,7 +293,7 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
     ]),
     # the sequence over ranks
     ("leave [context] out, or make mesh.cp at least 2", {"context": {"load_balance": False}}, ["-context", "mesh.cp=2"]),
-    ("make it one of 1, 2, 4", {"mesh": {"cp": 4}, "context": {"ulysses_degree": 3}}, [
+    ("make it one of [1, 2, 4]", {"mesh": {"cp": 4}, "context": {"ulysses_degree": 3}}, [
         f"context.ulysses_degree={each}" for each in (1, 2, 4)
     ]),
     ("make it 32", {"mesh": {"cp": 2}, "data": {"sequence_length": 30}}, ["data.sequence_length=32"]),
@@ -441,8 +442,8 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
     # data
     (
         "write packing = false in [data], or take one of",
-        {"model": config("MambaConfig"), "data": {"packing": True, "sequence_length": 32}},
-        ["data.packing=false", "model.config=Qwen3Config"],
+        {"model": MAMBA, "data": {"packing": True, "sequence_length": 32}},
+        ["data.packing=false", "model.config=LlamaConfig"],
     ),
     (
         "or write attn_implementation = 'sdpa' in [model.overrides]",
@@ -467,7 +468,7 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
         "-validation.batches",
         "validation.paths=['x']",
     ]),
-    ("leave it out, or give profile.start", {"profile": {"steps": 3}}, ["-profile.steps", "profile.start=2"]),
+    ("leave it out, or give profile.start", {"profile": {"steps": 4}}, ["-profile.steps", "profile.start=2"]),
     (
         "leave it out, or give validation.paths",
         {"run": {"keep_best": 1, "checkpoint_every": 100}},
@@ -514,7 +515,7 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("did you mean 'seq2seq-lm'?", {"model": {"config": "T5Config", "task": "seq2seq-lmm"}}, ["model.task=seq2seq-lm"]),
     ("did you mean 'T5Model'", {"model": {"config": "T5Config", "task": "T5Model2"}}, ["model.task=T5Model"]),
     (
-        "write task in [model]: one of 'base', 'seq2seq-lm'",
+        "write task in [model]: one of 'base'",
         {"model": {"config": "T5Config", "task": "masked-lm"}},
         ["model.task=base", "model.task=seq2seq-lm"],
     ),

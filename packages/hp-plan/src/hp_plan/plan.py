@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any
 
 from hp_plan.reading.diagnostics import Diagnostic, PlanError, near_misses
-from hp_plan.reading.tables import read_section
+from hp_plan.reading.tables import read_section, sections_named
 from hp_plan.sections import (
     AdapterSection,
     CompileSection,
@@ -208,7 +208,7 @@ def read_plan(tables: Mapping[str, Any]) -> tuple[ParallelPlan, list[Diagnostic]
             diagnostics += errors
         elif key in elsewhere:
             message = f"'{key}' stands outside every section"
-            diagnostics.append(Diagnostic(key, message, f"it belongs to [{elsewhere[key][0]}]: move it there"))
+            diagnostics.append(Diagnostic(key, message, f"it belongs to {sections_named(elsewhere[key])}: move it there"))
         else:
             message = f"there is no section or key '{key}'"
             meant = _SECTION_SYNONYMS.get(key)

@@ -34,6 +34,7 @@ from hp_plan.structure.outline import (
     positions,
 )
 from hp_plan.structure.style_tables import StyleChoice, choose_styles, packed_experts
+from hp_optim.extend import is_hidden_matrix
 from hp_platform import get_platform
 from hp_platform.extend import inside_launcher, launch_command
 from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
@@ -226,7 +227,11 @@ def _unsuited(style: str, module: ModuleOutline) -> str | None:
     if style.startswith("embedding_") and not embedding:
         return f"use '{style.removeprefix('embedding_')}' for a Linear" if linear else "it is for an Embedding"
     if style.startswith(("colwise", "rowwise", "packed_")) and not linear:
-        return f"use 'embedding_{style}' for an Embedding" if embedding else "it is for a Linear"
+        if not embedding:
+            return "it is for a Linear"
+        named = f"embedding_{style}"
+        suited = named if named in STYLES else f"embedding_{style.removeprefix('packed_').partition('_')[0]}"
+        return f"use '{suited}' for an Embedding"
     return None
 
 
@@ -300,7 +305,9 @@ def _check_optimizer(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic
         flat = [name for name in matched if len(shapes.get(name, (1, 1))) < 2]
         if flat:
             message = f"'{pattern}' matches {flat[0]} of shape {shapes[flat[0]]}, which is no matrix"
-            diagnostics.append(Diagnostic(key, message, "match matrices alone, such as '*.weight' of linear layers"))
+            matrices = generalise(name for name, shape in shapes.items() if is_hidden_matrix(name, len(shape)))
+            fix = "match matrices alone" + (f", such as '{matrices[0]}'" if matrices else "")
+            diagnostics.append(Diagnostic(key, message, fix))
     names = model.parameters
     if plan.mesh.pp > 1:  # a tied tensor has another name on another stage
         names = tuple(dict.fromkeys([*names, *(name for tied in model.tied for name in tied)]))

@@ -46,14 +46,14 @@ def check_compile(plan: ParallelPlan) -> list[Diagnostic]:
         message = "got blocks to compile, which this version does not support on MindSpore"
         return [Diagnostic("compile.blocks", message, "leave [compile] out")]
     reasons = [
-        (f"mesh.{axis} = {getattr(plan.mesh, axis)}", why)
+        (f"mesh.{axis} = {getattr(plan.mesh, axis)}", why, f"make mesh.{axis} 1")
         for axis, why in _AXES.items()
         if getattr(plan.mesh, axis) > 1
     ]
-    reasons += [(f"memory.{key}", why) for key, why in _BESIDE.items() if getattr(plan.memory, key)]
+    reasons += [(f"memory.{key}", why, f"memory.{key}") for key, why in _BESIDE.items() if getattr(plan.memory, key)]
     diagnostics = [
-        Diagnostic("compile.blocks", f"got blocks to compile with {what}, but {why}", f"leave [compile] out, or {what}")
-        for what, why in reasons
+        Diagnostic("compile.blocks", f"got blocks to compile with {what}, but {why}", f"leave [compile] out, or {other}")
+        for what, why, other in reasons
     ]
     backends = models().compilers()
     if section.backend not in backends:

@@ -52,7 +52,8 @@ def check_expert_options(plan: ParallelPlan) -> list[Diagnostic]:
         diagnostics.append(Diagnostic("experts.slots", message, "leave it out, or make mesh.pp 1"))
     if "every" in given and not section.slots and section.capacity is None:
         message = f"got {section.every}, which nothing uses without slots or a capacity"
-        diagnostics.append(Diagnostic("experts.every", message, "leave it out, or give experts.slots"))
+        other = "experts.capacity" if plan.mesh.pp > 1 else "experts.slots or experts.capacity"
+        diagnostics.append(Diagnostic("experts.every", message, f"leave it out, or give {other}"))
     return diagnostics
 
 

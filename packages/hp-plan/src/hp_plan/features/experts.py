@@ -42,6 +42,7 @@ EXPERT_STYLES = {
     "expert_tensor_parallel": "experts over ep, the features of each over tp",
 }
 """Styles of modules of experts, for `mesh.ep` above 1; the first that fits the mesh is that of `styles = "auto"`."""
+_NO_EXPERTS = "leave mesh.ep out; mesh.dp_shard and mesh.tp shard all parameters"
 DISPATCHED = "ep_dispatch_experts"
 """transformers' name for the style of a module of experts."""
 
@@ -65,7 +66,7 @@ def expert_table(plan: ParallelPlan, model: ModelOutline) -> dict[str, str]:
     if modules:
         fix = f'write [styles] with "{modules[0]}" = "{style}", and styles for tp beside it where mesh.tp is above 1'
     else:
-        fix = "leave mesh.ep out; mesh.dp_shard and mesh.tp shard all parameters"
+        fix = _NO_EXPERTS
     message = f"ep = {plan.mesh.ep}, but {name} has no expert parallel plan (base_model_ep_plan)"
     raise PlanError([Diagnostic("styles", message, fix)])
 
@@ -126,8 +127,7 @@ def check_experts(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOut
     if not chosen and plan.mesh.ep > 1:
         names = generalise(name for name, module in model.modules.items() if module.experts is not None)
         message = f"ep = {plan.mesh.ep}, but no style spreads experts over it"
-        example = names[0] if names else "model.layers.*.mlp.experts"
-        return [Diagnostic("styles", message, f'add "{example}" = "{automatic_style(plan)}"')]
+        return [Diagnostic("styles", message, f'add "{names[0]}" = "{automatic_style(plan)}"' if names else _NO_EXPERTS)]
     if len(set(chosen.values())) > 1:
         message = f"styles of experts are both {' and '.join(map(repr, EXPERT_STYLES))}, for one axis ep"
         return [Diagnostic("styles", message, f"take '{automatic_style(plan)}' for all of them")]
@@ -185,8 +185,7 @@ def _mismatch(plan: ParallelPlan, style: str, module: ModuleOutline) -> tuple[st
     if experts.count < mesh.ep:
         return f"{experts.count} experts for ep = {mesh.ep} ranks", f"make mesh.ep at most {experts.count}"
     if experts.normed:
-        fix = "leave mesh.ep out; mesh.dp_shard and mesh.tp shard all parameters"
-        return f"a {module.type_name} has a norm after its experts, whose gradient nobody would add up", fix
+        return f"a {module.type_name} has a norm after its experts, whose gradient nobody would add up", _NO_EXPERTS
     if not _parts(mesh, style):
         if not _parts(mesh, automatic_style(plan)):
             return None  # no style can have this ep, which is reported under mesh.ep

@@ -12,7 +12,7 @@ from typing import Any
 from hp_plan.plan import SECTIONS, ParallelPlan, plain
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 
-_PART = re.compile(r'"([^"]*)"|([^."=]+)')
+_PART = re.compile(r"""(["'])(.*?)\1|([^."'=]+)""")
 
 
 def override(tables: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _parsed(assignment: str) -> tuple[list[str], Any]:
     """
     keys, place = [], 0
     while match := _PART.match(assignment, place):
-        keys.append(match[2].strip() if match[1] is None else match[1])
+        keys.append(match[3].strip() if match[1] is None else match[2])
         place = match.end()
         if not assignment.startswith(".", place):
             break

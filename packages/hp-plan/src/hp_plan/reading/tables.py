@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -128,7 +128,7 @@ def _unknown(
     if meant:
         fix = f"did you mean {' or '.join(map(repr, meant))}?"
     elif others:
-        fix = f"'{name}' belongs to [{others[0]}]: move it there"
+        fix = f"'{name}' belongs to {sections_named(others)}: move it there"
         close = close_names(name, items, cutoff=0.8)
         if close:  # path may be a slip of paths, though another section has a path
             fix = f"{near_misses(name, close)} Else {fix}"
@@ -136,6 +136,15 @@ def _unknown(
         elsewhere_meant = [f"{other}.{each}" for each in SYNONYMS.get(name, ()) for other in elsewhere.get(each, ())]
         fix = f"did you mean {' or '.join(elsewhere_meant)}?" if elsewhere_meant else near_misses(name, items)
     return Diagnostic(where, f"[{key}] has no key '{name}'", fix)
+
+
+def sections_named(names: Sequence[str]) -> str:
+    """Name the sections that know a key, in a finding.
+
+    >>> sections_named(["adapter", "run"])
+    '[adapter] or [run]'
+    """
+    return " or ".join(f"[{name}]" for name in names)
 
 
 def _describe(value: Any) -> str:
