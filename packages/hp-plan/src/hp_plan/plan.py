@@ -208,7 +208,9 @@ def read_plan(tables: Mapping[str, Any]) -> tuple[ParallelPlan, list[Diagnostic]
             diagnostics += errors
         elif key in elsewhere:
             message = f"'{key}' stands outside every section"
-            diagnostics.append(Diagnostic(key, message, f"it belongs to {sections_named(elsewhere[key])}: move it there"))
+            diagnostics.append(
+                Diagnostic(key, message, f"it belongs to {sections_named(elsewhere[key])}: move it there")
+            )
         else:
             message = f"there is no section or key '{key}'"
             meant = _SECTION_SYNONYMS.get(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from hp_plan.checks.watching import no_text
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic
 
@@ -46,15 +47,26 @@ def check_effects(plan: ParallelPlan) -> list[Diagnostic]:
     if memory.budget is None and memory.bandwidth != type(memory)().bandwidth:
         message = f"got {memory.bandwidth:g}, which nothing uses without a budget"
         diagnostics.append(Diagnostic("memory.bandwidth", message, "leave it out, or give memory.budget"))
-    paths, prompts = ("paths", ("batches",)), ("prompts", ("prompt_tokens",))
-    either = ("every",) if not plan.validation.paths and not plan.validation.prompts else ()
-    validation = [*_without(plan, "validation", *paths), *_without(plan, "validation", *prompts)]
-    validation += _without(plan, "validation", "paths", either)
+    paths, prompts = ("batches",), ("prompt_tokens",)
+    if not plan.validation.paths and not plan.validation.prompts:
+        paths = ("batches", "every")
+    validation = _without(plan, "validation", "paths", paths, possible=plan.mesh.pp == 1)
+    validation += _without(plan, "validation", "prompts", prompts, possible=no_text(plan) is None)
     return [*diagnostics, *validation, *_without(plan, "profile", "start", ("steps", "ranks"))]
 
 
-def _without(plan: ParallelPlan, name: str, needed: str, keys: Sequence[str]) -> list[Diagnostic]:
-    """Name those of some keys of a section that have a value, and no effect without another of its keys."""
+def _without(
+    plan: ParallelPlan, name: str, needed: str, keys: Sequence[str], *, possible: bool = True
+) -> list[Diagnostic]:
+    """Name those of some keys of a section that have a value, and no effect without another of its keys.
+
+    Args:
+        plan: the plan.
+        name: of the section.
+        needed: the other key.
+        keys: those that it gives an effect.
+        possible: the rest of the plan can have it.
+    """
     section = getattr(plan, name)
     if getattr(section, needed):
         return []
@@ -63,7 +75,7 @@ def _without(plan: ParallelPlan, name: str, needed: str, keys: Sequence[str]) ->
         Diagnostic(
             f"{name}.{key}",
             f"got {getattr(section, key)!r}, which nothing uses without {name}.{needed}",
-            f"leave it out, or give {name}.{needed}",
+            f"leave it out, or give {name}.{needed}" if possible else "leave it out",
         )
         for key in keys
         if getattr(section, key) != getattr(default, key)

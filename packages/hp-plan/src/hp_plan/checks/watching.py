@@ -14,7 +14,7 @@ def check_validation(plan: ParallelPlan) -> list[Diagnostic]:
         message = f"got {list(section.paths)}, but with pp = {plan.mesh.pp} a model can't be validated yet"
         fix = "leave [validation] out, and evaluate the checkpoints with --set mesh.pp=1; or leave pp out"
         diagnostics.append(Diagnostic("validation.paths", message, fix))
-    reason = _no_text(plan)
+    reason = no_text(plan)
     if section.prompts and reason is not None:
         message = f"got {list(section.prompts)}, but {reason}"
         diagnostics.append(Diagnostic("validation.prompts", message, "leave it out, and generate from the checkpoints"))
@@ -28,17 +28,19 @@ def check_best(plan: ParallelPlan) -> list[Diagnostic]:
         return []
     if not plan.validation.paths:
         message = f"got {best}, but nothing is validated, so checkpoints have no loss to compare"
-        return [Diagnostic("run.keep_best", message, "leave it out, or give validation.paths")]
+        fix = "leave it out" if plan.mesh.pp > 1 else "leave it out, or give validation.paths"
+        return [Diagnostic("run.keep_best", message, fix)]
     if not run.checkpoint_every:
         message = f"got {best}, which nothing uses without run.checkpoint_every"
-        return [Diagnostic("run.keep_best", message, "leave it out, or give run.checkpoint_every")]
+        fix = "leave it out, or give run.checkpoint_every, a multiple of validation.every"
+        return [Diagnostic("run.keep_best", message, fix)]
     if run.checkpoint_every % every:
         message = f"got {best}, but checkpoints are every {run.checkpoint_every} steps and validated every {every}"
         return [Diagnostic("run.keep_best", message, "make run.checkpoint_every a multiple of validation.every")]
     return []
 
 
-def _no_text(plan: ParallelPlan) -> str | None:
+def no_text(plan: ParallelPlan) -> str | None:
     """Say why a model can't generate, as far as the plan tells."""
     for axis in ("pp", "cp"):
         if getattr(plan.mesh, axis) > 1:

@@ -52,7 +52,9 @@ def check_compile(plan: ParallelPlan) -> list[Diagnostic]:
     ]
     reasons += [(f"memory.{key}", why, f"memory.{key}") for key, why in _BESIDE.items() if getattr(plan.memory, key)]
     diagnostics = [
-        Diagnostic("compile.blocks", f"got blocks to compile with {what}, but {why}", f"leave [compile] out, or {other}")
+        Diagnostic(
+            "compile.blocks", f"got blocks to compile with {what}, but {why}", f"leave [compile] out, or {other}"
+        )
         for what, why, other in reasons
     ]
     backends = models().compilers()

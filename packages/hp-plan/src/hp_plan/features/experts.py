@@ -127,7 +127,9 @@ def check_experts(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOut
     if not chosen and plan.mesh.ep > 1:
         names = generalise(name for name, module in model.modules.items() if module.experts is not None)
         message = f"ep = {plan.mesh.ep}, but no style spreads experts over it"
-        return [Diagnostic("styles", message, f'add "{names[0]}" = "{automatic_style(plan)}"' if names else _NO_EXPERTS)]
+        return [
+            Diagnostic("styles", message, f'add "{names[0]}" = "{automatic_style(plan)}"' if names else _NO_EXPERTS)
+        ]
     if len(set(chosen.values())) > 1:
         message = f"styles of experts are both {' and '.join(map(repr, EXPERT_STYLES))}, for one axis ep"
         return [Diagnostic("styles", message, f"take '{automatic_style(plan)}' for all of them")]

@@ -38,5 +38,7 @@ def check_packing(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     implementation = getattr(model.config, "_attn_implementation", None)
     if implementation not in ("sdpa", "eager"):
         message = f"attention is computed by {implementation!r}; packing is tested with 'sdpa' and 'eager'"
-        return [Diagnostic("data.packing", message, f"{_LEAVE}, or write attn_implementation = 'sdpa' in [model.overrides]")]
+        return [
+            Diagnostic("data.packing", message, f"{_LEAVE}, or write attn_implementation = 'sdpa' in [model.overrides]")
+        ]
     return []

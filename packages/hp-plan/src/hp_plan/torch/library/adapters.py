@@ -88,7 +88,8 @@ def add_adapter(model: nn.Module, plan: ParallelPlan, dtype: torch.dtype) -> Non
             warnings.simplefilter("ignore")  # of names in transformers that peft still reads
             peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except (ValueError, NotImplementedError) as error:
-        raise PlanError([Diagnostic("adapter.targets", f"peft: {error}", "name Linear modules")]) from error
+        fix = _others(linear, whole, str(error))
+        raise PlanError([Diagnostic("adapter.targets", f"peft: {error}", fix)]) from error
     own = torch.float64 if dtype is torch.float64 else torch.float32
     own = own if section.dtype is None else getattr(torch, section.dtype)
     for name, parameter in model.named_parameters():
@@ -97,6 +98,22 @@ def add_adapter(model: nn.Module, plan: ParallelPlan, dtype: torch.dtype) -> Non
             parameter.data = parameter.data.to(own)
     if not any(parameter.is_meta for parameter in model.parameters()):
         fill_adapter(model, plan)
+
+
+def _others(linear: list[str], whole: Iterable[str], refused: str) -> str:
+    """Say what else can have an adapter.
+
+    Args:
+        linear: names of the model's Linear modules.
+        whole: ends of names of the modules that are trained whole.
+        refused: peft's error, which quotes the modules that it refuses.
+    """
+    free = [name for name in linear if not any(f".{each}." in f".{name}." for each in whole)]
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in free)
+    named = ", ".join(end for end in ends if f"'{end}'" not in refused)
+    if named:
+        return f"name some of {named} alone"
+    return "leave [adapter] out: there is no Linear module" if not linear else "name fewer modules in adapter.modules"
 
 
 def _peft() -> Any:
