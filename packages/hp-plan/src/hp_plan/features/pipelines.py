@@ -198,18 +198,18 @@ def _problem(plan: ParallelPlan, model: Any, stages: int, error: ValueError) -> 
     try:
         blocks = len(_split(plan, model, 1, "even").stages[0].blocks)
     except ValueError:
-        message = str(error).removeprefix("split_model: ").partition(". If its forward")[0]
-        return Diagnostic("mesh.pp", message, "leave pp out, or write the stages yourself, for hp_pipeline's schedules")
-    if stages > blocks:
+        blocks = None
+    if blocks is not None and stages > blocks:
         each = stages // pp
         message = f"{stages} stages, {each} on each of {pp} ranks, of the model's {blocks} blocks"
         most = f"make mesh.pp at most {blocks // each}" if blocks >= 2 * each else "leave pp out"
         return Diagnostic("mesh.pp", message, f"{most}, take fewer stages a rank, or more blocks")
-    if isinstance(section.split, tuple) and sum(section.split) != blocks:
+    if blocks is not None and isinstance(section.split, tuple) and sum(section.split) != blocks:
         listed = " + ".join(map(str, section.split))
         message = f"{listed} = {sum(section.split)} blocks, but the model has {blocks}"
         return Diagnostic("pipeline.split", message, f"list {len(section.split)} numbers that sum to {blocks}")
-    return Diagnostic("pipeline.split", str(error).removeprefix("split_model: "), "write split = 'auto'")
+    message = str(error).removeprefix("split_model: ").partition(". If its forward")[0].rstrip(".")
+    return Diagnostic("mesh.pp", message, "leave pp out, or write the stages yourself, for hp_pipeline's schedules")
 
 
 def _shapes(stages_a_rank: int) -> tuple[Shape, ...]:
