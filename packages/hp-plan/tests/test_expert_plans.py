@@ -211,6 +211,8 @@ def test_a_load_balancing_loss_that_is_not_known_is_refused_where_ranks_have_oth
             " theirs"
         )
     assert check_auxiliary_loss(ParallelPlan.from_dict({"mesh": {"tp": 2}}), model) == []
+    without = ModelOutline({}, config=SimpleNamespace(sub_configs={}, output_router_logits=False))
+    assert check_auxiliary_loss(ParallelPlan.from_dict({"mesh": {"dp_shard": 2}}), without) == []
 
 
 LOGITS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}

@@ -853,7 +853,7 @@ ELSEWHERE = {
         *("torch/folders:_config_of", "torch/folders:_difference", "torch/folders:_differences"),
         *("torch/folders:check_fit", "torch/folders:check_folder"),
     ),
-    "test_model_folders.py::test_buffers_of_a_folders_model_that_are_computed_again": (
+    "test_model_folders.py::test_buffers_of_a_constructor_alone_need_the_configuration": (
         "torch/materialize:_compute_buffers",
     ),
 }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import sys
 
 import pytest
@@ -151,16 +152,21 @@ def test_what_a_function_returns_is_looked_at(tmp_path, monkeypatch):
         "class Net(Cell):\n    pass\n"
         "def cell():\n    return Net()\n"
         "def nothing():\n    pass\n"
+        "def something():\n    from torch import nn\n    return nn.ReLU()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert texts({"model": {"function": "returned_models:cell"}}) == [
         "run.platform: returned_models:cell returned a Net, a model of mindspore, but this process runs torch; write "
         'platform = "mindspore" in [run]'
     ]
+    # Its command then runs on that framework; a process of one's own is told how to.
+    written = lint({"model": {"function": "returned_models:cell"}, "run": {"platform": "mindspore"}})
+    assert [each.fix for each in written] == ["set HYPER_PARALLEL_PLATFORM=mindspore before anything is imported"]
     assert texts({"model": {"function": "returned_models:nothing"}}) == [
         "model.function: returned_models:nothing returned a NoneType, expected a model of torch (nn.Module); return "
         "the model from the function"
     ]
+    assert texts({"model": {"function": "returned_models:something"}}) == []
 
 
 def test_no_code_of_a_plan_is_run_unless_asked_for(tmp_path, monkeypatch):
@@ -250,6 +256,12 @@ def test_a_module_whose_own_import_fails(tmp_path, monkeypatch):
     (text,) = texts({"model": {"function": "needs_names:model"}})
     assert "one of its own imports failed: cannot import name 'no_such_name' from 'torch'" in text
     assert text.endswith("; correct its imports, or take an environment that has what it imports")
+    (tmp_path / "no_such_framework").mkdir()
+    (tmp_path / "no_such_framework" / "nn.py").touch()
+    for name, wrong in (("needs_missing", "import no_such_framework.nn"), ("needs_names", "from torch import nn")):
+        (tmp_path / f"{name}.py").write_text(f"{wrong}\nfrom torch.nn import ReLU as model\n")
+        importlib.invalidate_caches()
+        assert texts({"model": {"function": f"{name}:model"}}) == []
     (text,) = texts({"model": {"function": "torch.no_such_module:model"}})
     assert text.endswith("; check the name, and that the module's folder is on PYTHONPATH or is [model] folder")
 

@@ -250,3 +250,5 @@ def test_an_adapter_that_does_not_fit_is_named(folder: Path):
         build_model(plan_of(folder, {}, adapter={"rank": 2, "weights": str(folder / "adapter")}))
     with pytest.raises(PlanError, match="has no adapter_model.safetensors"):
         build_model(plan_of(folder, {}, adapter={"weights": str(folder)}))
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    build_model(plan_of(folder, {}, adapter={"rank": config["r"], "weights": str(folder / "adapter")}))

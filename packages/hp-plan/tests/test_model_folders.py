@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hp_plan
 from hp_dtensor import DTensor
@@ -126,6 +127,27 @@ def test_buffers_of_a_folders_model_that_are_computed_again(tmp_path):
 
 
 @on_ranks(2)
+def test_buffers_of_a_constructor_alone_need_the_configuration(tmp_path, monkeypatch):
+    made = LlamaRMSNorm.__init__
+
+    def with_buffer(self, *args, **options):
+        made(self, *args, **options)
+        self.register_buffer("kept", torch.arange(3.0), persistent=False)
+
+    monkeypatch.setattr(LlamaRMSNorm, "__init__", with_buffer)
+    model = {"config": "LlamaConfig", "overrides": SMALL}
+    truth = build_model(plan_of(model=model, seed=5))
+    if get_platform().groups.rank() == 0:
+        truth.save_pretrained(tmp_path / "model")
+    get_platform().collectives.barrier()
+    with pytest.raises(PlanError, match=r"the buffer '.*kept' .*; name the folder's settings by \[model\] config"):
+        build_parallel_model(plan_of({"tp": 2}, {"path": str(tmp_path / "model")}))
+    read = build_parallel_model(plan_of({"tp": 2}, {**model, "weights": str(tmp_path / "model")}))
+    assert torch.equal(read.get_buffer("model.norm.kept"), torch.arange(3.0))
+    assert all(torch.equal(value, truth.get_parameter(name)) for name, value in whole(read).items())
+
+
+@on_ranks(2)
 def test_drawn_weights_of_a_family_that_is_not_alike():
     small = {"vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 2}
     plan = plan_of({"dp_shard": 2}, {"config": "GPT2Config", "overrides": small})
@@ -176,8 +198,14 @@ def test_a_task_and_the_class_that_a_folder_names(folder):
 
 
 def test_mistakes(folder, tmp_path):
+    """What each finding says to do is done at once, to the plan or to the folder."""
     (missing,) = lint(plan_of(model={"path": f"{folder}s"}))
     assert str(missing) == f"model.path: the folder {folder}s does not exist; did you mean '{folder}'?"
+    (nowhere,) = lint(plan_of(model={"path": "no/such"}))
+    assert nowhere.fix == "give a folder on this machine: nothing is downloaded"
+    more = {"num_hidden_layers": 3}
+    assert messages(folder, overrides=more)[0].endswith("or write weights = 'random' to draw the weights anew")
+    assert messages(folder, overrides=more, weights="random") == []
     (misspelt,) = messages(folder, overrides={"hiden_size": 8})
     assert misspelt.startswith("model.overrides.hiden_size: LlamaConfig has no setting 'hiden_size'; did you mean 'h")
     shaped = messages(folder, overrides={"intermediate_size": 24})
@@ -197,13 +225,26 @@ def test_mistakes(folder, tmp_path):
     lacking, beyond = messages(folder)
     assert lacking == "model.path: FOLDER has no 'model.norm.weight'; did you mean 'model.norm.weigth'?"
     assert beyond.startswith("model.path: FOLDER has 'model.norm.weigth', but the model does not; did you mean")
+    tensors["model.norm.weight"] = tensors.pop("model.norm.weigth")
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert messages(folder) == [], "as both findings say"
     file.unlink()
     (none,) = messages(folder)
-    assert "has neither manifest.json nor model.safetensors" in none and "weights = 'random'" in none
+    assert "has neither manifest.json nor model.safetensors" in none
+    assert none.endswith("; download the safetensors, or write weights = 'random'")
+    assert messages(folder, weights="random") == []
+    save_file(tensors, file, metadata={"format": "pt"})
     config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "lama"}))
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps({**settings, "model_type": "lama"}))
     (unknown,) = messages(folder)
     assert "has model_type 'lama', which transformers does not have; did you mean 'llama'" in unknown
+    config.write_text("{")
+    assert messages(folder)[0].endswith("; download it again")
+    config.write_text(json.dumps({**settings, "num_attention_heads": "four"}))
+    assert messages(folder)[0].endswith("; correct it, or download it again")
+    config.write_text(json.dumps(settings))
+    assert messages(folder) == []
     config.unlink()
     (bare,) = messages(folder)
     assert bare.startswith("model.path: FOLDER has no config.json; give a folder that save_pretrained wrote")

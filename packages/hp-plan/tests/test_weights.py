@@ -52,6 +52,20 @@ def test_weights_of_another_model(tmp_path):
         "FILE has 'model.norm.weigt', but the model does not",
     }
     assert "did you mean 'model.norm.weight'" in str(raised.value)
+    assert "use the [model.overrides] that the file was written with" in str(raised.value)
+    source["model.norm.weight"] = source.pop("model.norm.weigt")
+    source.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(source, path)
+    written = plan_of(weights=path, overrides={**SMALL, "vocab_size": 3})
+    with pytest.raises(PlanError, match="up_proj.weight'; did you mean") as raised:
+        build_model(written)
+    assert len(raised.value.diagnostics) == 1, "the overrides are right"
+    save_file({"x": torch.ones(1)}, path)
+    with pytest.raises(PlanError, match="has no 'model.norm.weight'; give weights of this model, or leave weights out"):
+        build_model(written)
+    build_model(plan_of(overrides={**SMALL, "vocab_size": 3}))
+    save_file(state(build_model(written_without := plan_of(overrides={**SMALL, "vocab_size": 3}))), path)
+    assert build_model(written).lm_head.weight.shape == build_model(written_without).lm_head.weight.shape
 
 
 def test_weights_that_are_not_there(tmp_path):
@@ -71,7 +85,7 @@ def test_a_plan_for_another_framework():
 
 
 @on_ranks(2)
-def test_a_tensor_that_one_rank_has_not_set_is_named_on_all(monkeypatch):
+def test_a_tensor_that_one_rank_has_not_set_is_named_on_all(monkeypatch, tmp_path):
     rank = get_platform().groups.rank()
     monkeypatch.setattr("hp_plan.torch.library.materialize._is_unset", lambda local: rank == 1)
     plan = ParallelPlan.from_dict(
@@ -83,3 +97,9 @@ def test_a_tensor_that_one_rank_has_not_set_is_named_on_all(monkeypatch):
     )
     with pytest.raises(PlanError, match="nothing sets .* tensors of the model where its weights are drawn"):
         finish(apply(begin(plan), plan), plan)
+    if rank == 0:
+        save_file(state(build_model(plan)), tmp_path / "model.safetensors")
+    get_platform().collectives.barrier()
+    section = {"config": "LlamaConfig", "overrides": SMALL, "weights": str(tmp_path)}
+    given = ParallelPlan.from_dict({**plan.to_dict(), "model": section})
+    finish(apply(begin(given), given), given)

@@ -187,6 +187,50 @@ def test_weights_are_read_by_name(tmp_path):
     assert "nowhere does not exist; give a safetensors file" in texts(given)[0]
 
 
+def layer_norm(size):
+    return nn.SequentialCell(nn.LayerNorm((size,)))
+
+
+NORMED = {"overrides": {"size": 3}, "function": f"{__name__}:batch_norm"}
+RECOMPUTE = ["model.layers.*.mlp"]
+
+
+@pytest.mark.parametrize(
+    ("fix", "sections", "ways"),
+    [
+        ("leave it out, or write the stages as Cells", {"mesh": {"pp": 2}}, [{"mesh": {}}]),
+        ("leave it out; the axes are dp_replicate, dp_shard, tp", {"mesh": {"cp": 2}}, [{"mesh": {"dp_shard": 2}}]),
+        ("make it 'float32'", {"run": {"dtype": "bfloat16"}}, [{"run": {"dtype": "float32"}}]),
+        (
+            "write swap in its place, or make mesh.tp 1",
+            {"memory": {"recompute": RECOMPUTE}, "mesh": {"tp": 2}},
+            [{"memory": {"swap": RECOMPUTE}}, {"mesh": {"tp": 1}}],
+        ),
+        ("leave [adapter] out, or train on PyTorch", {"adapter": {"kind": "lora"}}, [{"adapter": {}}]),
+        ("leave [compile] out", {"compile": {"blocks": ["model.layers.*"]}}, [{"compile": {}}]),
+        ("leave [memory] out", {"memory": {"budget": "20GiB"}}, [{"memory": {}}]),
+        ("shard the states", {"optimizer": {"name": "adamw8bit"}}, [{"optimizer": {}, "mesh": {"dp_shard": 2}}]),
+        (
+            "or train on PyTorch",
+            {"objective": {"kind": "dpo"}, "data": {"format": "preference", "sequence_length": 16}},
+            [{"objective": {}, "data": {"sequence_length": 16}}],
+        ),
+        ("leave [profile] out", {"profile": {"start": 2}}, [{"profile": {}}]),
+        ("use a norm without them", {"model": NORMED}, [{"model": {**NORMED, "function": f"{__name__}:layer_norm"}}]),
+        ('write function = "package.module:function"', {"model": {}}, [{"model": tables()["model"]}]),
+        (
+            'write function = "module:function", which returns a Cell',
+            {"model": {"config": "Qwen3Config"}},
+            [{"model": tables()["model"]}],
+        ),
+    ],
+)
+def test_what_a_finding_says_helps(fix, sections, ways):
+    assert any(fix in text for text in texts({**tables(), **sections}))
+    for way in ways:
+        assert texts({**tables(), **sections, **way}) == []
+
+
 def adamw(weights, gradients, rates, beta1, beta2, eps, decay):
     """torch's definition, in float64."""
     average, square = 0.0, 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +186,10 @@ def load_weights(
         inside = list(file.keys())
         for name in [*shapes, *(name for name in inside if name not in shapes)]:
             if name not in inside:
-                diagnostics.append(_weights_diagnostic(f"{path} has no '{name}'", near_misses(name, inside)))
+                diagnostics.append(_weights_diagnostic(f"{path} has no '{name}'", _near(name, inside)))
             elif name not in shapes:
                 diagnostics.append(
-                    _weights_diagnostic(f"{path} has '{name}', but the model does not", near_misses(name, shapes))
+                    _weights_diagnostic(f"{path} has '{name}', but the model does not", _near(name, shapes))
                 )
             elif tuple(file.get_slice(name).get_shape()) != shapes[name]:
                 got = tuple(file.get_slice(name).get_shape())
@@ -201,6 +201,11 @@ def load_weights(
             raise PlanError(diagnostics)
         for name in shapes:
             assign(name, file.get_tensor(name))
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    near = near_misses(name, names)
+    return near if near.startswith("did") else "give weights of this model, or leave weights out to draw them"
 
 
 def _weights_diagnostic(message: str, fix: str) -> Diagnostic:

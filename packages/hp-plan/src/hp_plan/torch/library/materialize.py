@@ -279,7 +279,8 @@ def _compute_buffers(model: nn.Module) -> None:
     wrong = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
     if wrong:
         message = f"the buffer '{wrong[0]}' is computed by its module's constructor alone, and no file has it"
-        raise PlanError([Diagnostic("model.path", message, "start from its configuration, by [model] config")])
+        fix = "name the folder's settings by [model] config and overrides, and the folder as weights"
+        raise PlanError([Diagnostic("model.path", message, fix)])
 
 
 def _libraries(model: nn.Module) -> list[Any]:
