@@ -81,13 +81,13 @@ def test_every_fault_is_found_at_once():
     )
     assert found == {
         "styles": "got 'atuo', expected 'auto', 'auto-sequence' or a table of pattern = style; did you mean 'auto'?",
-        "steps": "'steps' stands outside every section; it belongs to [run]: move it there",
+        "steps": "'steps' stands outside every section; it belongs to [run] or [profile]: move it there",
         "optimzer": "there is no section or key 'optimzer'; did you mean 'optimizer'?",
         "optimizer.name": "got 'adam' (str), expected one of adamw, sgd, muon, adamw8bit; did you mean 'adamw' or "
         "'adamw8bit'?",
         "optimizer.lr": "got 0 (int), expected a number more than 0.0; write a number more than 0.0",
         "optimizer.betas": "got [1] (list), expected a list of 2 numbers; write a list of 2 numbers",
-        "optimizer.steps": "[optimizer] has no key 'steps'; 'steps' belongs to [run]: move it there",
+        "optimizer.steps": "[optimizer] has no key 'steps'; 'steps' belongs to [run] or [profile]: move it there",
         "optimizer.lrr": "[optimizer] has no key 'lrr'; did you mean 'lr'?",
         "mesh.tp": "got '2' (str), expected an integer; write an integer",
         "mesh.pp": "got 0 (int), expected a number of at least 1; write a number of at least 1",
@@ -110,7 +110,7 @@ def test_the_fix_of_a_slip_can_be_copied():
         }
     )
     assert found == {
-        "model.paths": "[model] has no key 'paths'; did you mean 'path'? Else 'paths' belongs to [data]: move it there",
+        "model.paths": "[model] has no key 'paths'; did you mean 'path'? Else 'paths' belongs to [data] or [validation]: move it there",
         "data.paths": "got 'texts' (str), expected a list of strings; write [\"texts\"]",
         "metrics.sinks": "got 'wandb' (str), expected a list of some of tensorboard, wandb; write [\"wandb\"]",
         "memory.budget": 'got 20 (int), expected a string; write "20", in quotes',
