@@ -110,7 +110,10 @@ def test_the_fix_of_a_slip_can_be_copied():
         }
     )
     assert found == {
-        "model.paths": "[model] has no key 'paths'; did you mean 'path'? Else 'paths' belongs to [data] or [validation]: move it there",
+        "model.paths": (
+            "[model] has no key 'paths'; did you mean 'path'? "
+            "Else 'paths' belongs to [data] or [validation]: move it there"
+        ),
         "data.paths": "got 'texts' (str), expected a list of strings; write [\"texts\"]",
         "metrics.sinks": "got 'wandb' (str), expected a list of some of tensorboard, wandb; write [\"wandb\"]",
         "memory.budget": 'got 20 (int), expected a string; write "20", in quotes',

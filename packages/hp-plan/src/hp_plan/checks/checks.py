@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import fields
 
+from hp_optim.extend import is_hidden_matrix
 from hp_plan.checks.determinism import check_deterministic
 from hp_plan.checks.unused_keys import check_effects
 from hp_plan.checks.watching import check_best, check_profile, check_validation
@@ -34,7 +35,6 @@ from hp_plan.structure.outline import (
     positions,
 )
 from hp_plan.structure.style_tables import StyleChoice, choose_styles, packed_experts
-from hp_optim.extend import is_hidden_matrix
 from hp_platform import get_platform
 from hp_platform.extend import inside_launcher, launch_command
 from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
