@@ -893,7 +893,7 @@ def test_files_and_sections(tmp_path: Path):
 @pytest.mark.parametrize(
     ("wrong", "fix"),
     [
-        ({"outproj": "rowwise"}, "did you mean 'out_proj'?"),
+        ({"outproj": "rowwise"}, "did you mean 'out_proj' or"),
         (["out_proj"], "give it names of modules, such as 'blocks.*.query', as keys"),
     ],
     ids=str,

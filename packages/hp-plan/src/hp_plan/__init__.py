@@ -77,7 +77,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "build_model": "build",
         "build_optimizer": "build",
-        "build_parallel_model": "materialize",
+        "build_parallel_model": "library.materialize",
         "build_schedule": "build",
         "verify": "verify",
     },
