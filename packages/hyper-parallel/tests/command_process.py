@@ -16,7 +16,7 @@ answers = os.fdopen(os.dup(1), "w")
 for number, name in ((1, "out"), (2, "err")):
     os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
 {preparation}
-from hyper_parallel import cli
+from hyper_parallel.commands import cli
 for line in sys.stdin:
     status = 0
     try:
