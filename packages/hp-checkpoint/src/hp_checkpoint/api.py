@@ -38,8 +38,6 @@ from hp_checkpoint.saving.arrangements import Layout, check_layout
 from hp_checkpoint.saving.planners import StandardLoadPlanner, StandardSavePlanner, planner_or
 from hp_checkpoint.saving.saving import STATE, save_state
 
-__all__ = ["checked", "flattened", "load", "read_values", "save", "versions"]
-
 
 def save(
     state_dict: Mapping[str, Any],

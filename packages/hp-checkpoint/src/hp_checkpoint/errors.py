@@ -6,8 +6,6 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["CheckpointError", "InvalidCheckpointError", "shown"]
-
 
 class CheckpointError(RuntimeError):
     """A save or a load failed; raised on all ranks alike.

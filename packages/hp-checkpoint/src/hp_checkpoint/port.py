@@ -10,8 +10,6 @@ import numpy as np
 
 from hp_platform.extend import load_port
 
-__all__ = ["OptimizerState", "Port", "port"]
-
 Tensor = Any
 
 

@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AxisRangeError",
-    "GraphError",
-    "LocalMapError",
-    "MeshValueError",
-    "NoAxisError",
-    "NoPlacementsError",
-    "NotLocalError",
-    "OverlapError",
-]
-
 
 class GraphError(ValueError, RuntimeError):
     """A tensor that would be detached from its graph."""

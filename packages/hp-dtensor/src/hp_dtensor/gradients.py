@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from hp_dtensor.layout.placements import Partial, Placement, Replicate
 from hp_dtensor.layout.spec import TensorSpec, normalize
 
-__all__ = ["backward_scale", "grad_spec", "varying"]
-
 
 @functools.lru_cache(maxsize=16384)
 def grad_spec(spec: TensorSpec, vary: tuple[bool, ...] | None = None) -> TensorSpec:

@@ -17,21 +17,6 @@ if TYPE_CHECKING:
     from hp_dtensor.layout.spec import TensorSpec
     from hp_dtensor.mesh.device_mesh import DeviceMesh
 
-__all__ = [
-    "Debug",
-    "Gradients",
-    "Creation",
-    "Modules",
-    "Ranks",
-    "Tensors",
-    "Watched",
-    "debug",
-    "gradients",
-    "creation",
-    "modules",
-    "ranks",
-    "tensors",
-]
 
 Module = Any
 Tensor = Any

@@ -22,8 +22,6 @@ from hp_fsdp.port import Sharding, sharding
 from hp_fsdp.ranks.axes import DataAxes
 from hp_fsdp.ranks.mesh_dims import all_ranks, data_axes
 
-__all__ = ["check_module", "fully_shard", "shard"]
-
 M = TypeVar("M")
 
 

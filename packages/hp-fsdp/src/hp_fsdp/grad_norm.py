@@ -24,8 +24,6 @@ from hp_fsdp.groups.layout import BLOCK
 from hp_fsdp.groups.managed_params import spec_of
 from hp_platform import collectives, get_platform
 
-__all__ = ["clip_grad_norm_", "global_grad_norm", "mark_in_blocks"]
-
 
 def global_grad_norm(
     parameters: Any, norm_type: float = 2.0, *, gradients: Any = None, group: Any = None, copies: Sequence[Any] = ()

@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 from hp_fsdp.groups.managed_params import groups_in
 from hp_fsdp.options import check_reshard
 
-__all__ = ["ModuleAPI", "UnshardHandle", "share_comm_ctx"]
-
 
 class UnshardHandle:
     """The result of ``unshard(async_op=True)``."""

@@ -10,18 +10,6 @@ from typing import Any, Protocol
 from hp_fsdp.groups.layout import BLOCK
 from hp_platform import get_platform
 
-__all__ = [
-    "BucketPlan",
-    "CPUOffloadPolicy",
-    "CopyLink",
-    "GroupOptions",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "ParameterFacts",
-    "check_options",
-    "check_reshard",
-]
-
 ALIGNMENT = 64
 """Parameters and pieces start at multiples of this many bytes: a cache line, and more than vector loads ask for."""
 

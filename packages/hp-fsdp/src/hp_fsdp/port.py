@@ -12,22 +12,6 @@ from hp_fsdp.explanation.memory import BucketBytes, Event, MemoryPoint, MemoryRo
 from hp_fsdp.options import GroupOptions
 from hp_platform.extend import load_port
 
-__all__ = [
-    "Anatomy",
-    "Broadcaster",
-    "Explaining",
-    "GradNorms",
-    "ModelStates",
-    "OptimizerStates",
-    "Optimizers",
-    "Sharding",
-    "explaining",
-    "grad_norms",
-    "model_states",
-    "optimizers",
-    "sharding",
-]
-
 State = dict[str, Any]
 
 

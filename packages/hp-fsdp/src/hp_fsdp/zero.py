@@ -23,8 +23,6 @@ from hp_fsdp.options import GroupOptions, MixedPrecisionPolicy
 from hp_fsdp.port import Anatomy, sharding
 from hp_platform import get_platform
 
-__all__ = ["hsdp", "modules_by_size"]
-
 M = TypeVar("M")
 DATA_NAMES = frozenset("dp ddp fsdp hsdp data batch cp context rep replica replicas replicate shard".split())
 PIPELINE_NAMES = frozenset("pp pipe pipeline stage stages".split())

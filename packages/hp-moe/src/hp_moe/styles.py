@@ -14,8 +14,6 @@ from hp_moe.routes.two_hops import Axes
 from hp_styles import ParallelStyle
 from hp_styles.extend import applied_name, claim
 
-__all__ = ["BaseExpertParallel", "ExpertParallel", "ExpertTensorParallel", "TensorParallel"]
-
 Combine = Literal["fast", "exact"]
 
 

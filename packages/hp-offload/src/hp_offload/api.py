@@ -8,15 +8,6 @@ from typing import Any, Literal, TypeVar
 
 from hp_offload.port import port
 
-__all__ = [
-    "checkpoint",
-    "checkpoint_exclude_wrapper",
-    "checkpoint_wrapper",
-    "swap",
-    "swap_tensor_wrapper",
-    "swap_wrapper",
-]
-
 M = TypeVar("M")
 Policy = Callable[..., Any]
 _OPTIONS = {"swap_inputs": False, "policy_fn": None, "context_fn": None, "group_swap": False, "early_stop": True}

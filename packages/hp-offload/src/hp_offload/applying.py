@@ -11,8 +11,6 @@ from hp_offload.port import port
 from hp_offload.saved import MemoryPlan, Saved
 from hp_platform.extend import own_rank
 
-__all__ = ["apply_memory_plan", "fit_memory", "trace_saved"]
-
 M = TypeVar("M")
 
 

@@ -9,8 +9,6 @@ from hp_offload.policies import CheckpointPolicy
 from hp_offload.port import Tensor, link
 from hp_offload.saved import MemoryPlan, size
 
-__all__ = ["MemoryCheck", "MemoryPlanWarning"]
-
 _TOLERANCE = 0.05
 
 

@@ -18,7 +18,6 @@ from hp_offload.port import ALIGNMENT, Buffer, Event, Storage, Stream, link
 if TYPE_CHECKING:
     from hp_offload.manager import SwapManager
 
-__all__ = ["Entry", "GroupRun", "Pool", "name_of_group"]
 
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from hp_offload.groups import GroupRun, Pool
 from hp_offload.port import Module, Storage, Stream, Tensor, link, port
 
-__all__ = ["SwapManager"]
-
 
 class SwapManager:
     """Moves groups of storages between the device and the host; one object a process.

@@ -27,8 +27,6 @@ from hp_offload.policies import CheckpointPolicy
 from hp_offload.saved import MemoryPlan, Saved, near, size
 from hp_offload.schedule import KEEP, RECOMPUTE, SWAP, Blocks, replay
 
-__all__ = ["plan_memory"]
-
 _EXACT = 48  # storages
 _EQUAL = 8  # blocks
 _GAP = 2e-3  # of a step's seconds: half of it takes HiGHS up to ten times as long

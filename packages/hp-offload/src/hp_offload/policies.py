@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-__all__ = ["KEEPS", "CheckpointPolicy", "checked_answer", "checked_swap_answer", "keep_collectives_policy"]
-
 
 class CheckpointPolicy(IntEnum):
     """What becomes of an operation's output between forward and backward; the values are torch's where both have one.

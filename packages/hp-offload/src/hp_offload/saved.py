@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from hp_offload.policies import CheckpointPolicy
 
-__all__ = ["MemoryPlan", "Saved", "block_of", "near", "parse_size", "size"]
-
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
 
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from hp_offload.policies import CheckpointPolicy
 from hp_offload.saved import Saved, block_of
 
-__all__ = ["Blocks", "Replay", "replay"]
-
 KEEP, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE
 
 

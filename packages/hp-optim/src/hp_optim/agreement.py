@@ -9,8 +9,6 @@ from hp_optim.options import different_parameters
 from hp_platform import get_platform
 from hp_platform.extend import agree, own_rank, share_bytes
 
-__all__ = ["agree_on"]
-
 _KINDS: Mapping[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 

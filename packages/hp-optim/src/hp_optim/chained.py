@@ -7,8 +7,6 @@ from typing import Any
 
 from hp_optim.port import port
 
-__all__ = ["ChainedOptimizer"]
-
 State = dict[str, Any]
 
 

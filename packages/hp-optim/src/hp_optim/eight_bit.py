@@ -16,8 +16,6 @@ from math import prod
 from hp_dtensor import Placement
 from hp_dtensor.extend import Box, boxes
 
-__all__ = ["BLOCK", "CODED_NUMEL", "check_blocks", "leaves_blocks_whole"]
-
 BLOCK = 256
 """Elements that have one scale."""
 CODED_NUMEL = 4096

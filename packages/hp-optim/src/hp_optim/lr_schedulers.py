@@ -10,8 +10,6 @@ from hp_optim.chained import ChainedOptimizer
 from hp_optim.port import port
 from hp_optim.schedules import Schedule
 
-__all__ = ["LRScheduler", "LRSchedulersContainer", "get_hyper_lr_scheduler"]
-
 State = dict[str, Any]
 _INITIAL = "initial_lr"
 

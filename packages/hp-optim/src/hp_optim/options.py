@@ -7,20 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "broken_gradient",
-    "check_gradients",
-    "check_group",
-    "check_number",
-    "check_once",
-    "check_options",
-    "different_parameters",
-    "muon_defaults",
-    "parameter_names",
-    "sparse_gradient",
-]
-
-
 _BELOW = {
     "lr": math.inf,
     "weight_decay": math.inf,

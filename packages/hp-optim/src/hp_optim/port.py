@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 from hp_platform.extend import load_port
 
-__all__ = ["Port", "port"]
-
 Model = Any
 Optimizer = Any
 Parameter = Any

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
-__all__ = ["Roster"]
-
 _NOTHING: Mapping[Any, Any] = {}
 
 

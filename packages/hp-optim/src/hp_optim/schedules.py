@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["DECAY_STYLES", "WSD_DECAY_STYLES", "Schedule", "decayed"]
-
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda r: 1.0 - r,
     "cosine": lambda r: (math.cos(math.pi * r) + 1.0) / 2.0,

@@ -10,8 +10,6 @@ from typing import Any
 from hp_optim.chained import ChainedOptimizer
 from hp_optim.port import port
 
-__all__ = ["EMBEDDING_PATTERNS", "default_patterns", "get_hyper_optimizer", "is_hidden_matrix"]
-
 Entry = str | Mapping[str, Any]
 
 EMBEDDING_PATTERNS = (

@@ -11,8 +11,6 @@ from hp_optim.chained import ChainedOptimizer
 from hp_optim.port import port
 from hp_platform import get_platform
 
-__all__ = ["CopyLink", "OwnLink", "SwapOptimizerConfig", "check_state_keys", "cut_in_slices", "swap_optimizer"]
-
 Optimizer = Any
 Stream = Any
 T = TypeVar("T")

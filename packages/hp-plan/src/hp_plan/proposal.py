@@ -25,8 +25,6 @@ from hp_plan.structure.memory import BYTES, training_bytes
 from hp_plan.structure.outline import ModelOutline, block_lists, matching, positions
 from hp_platform import get_platform
 
-__all__ = ["Estimate", "Proposal", "propose"]
-
 _HOST = 8  # ranks that tensor parallelism may span
 _SAMPLES = 8  # of a step, at least
 _LENGTH = 2048

@@ -28,8 +28,6 @@ from typing import Any, Protocol
 Tensor = Any
 Edge = Any
 
-__all__ = ["Frame", "Inputs", "Outputs", "WeightGradients", "at_site", "current_frame", "current_site", "frame"]
-
 
 class Outputs(Protocol):
     """The way in which an operation gets its output."""

@@ -24,8 +24,6 @@ from hp_platform.platforms.launchers import half_launched, launch_command, launc
 from hp_platform.platforms.ports import platform_name
 from hp_platform.port import Group, port
 
-__all__ = ["groups_ended", "init_on_this_machine", "own_rank", "when_groups_end"]
-
 _log = logging.getLogger("hp_platform")
 
 

@@ -16,8 +16,6 @@ from hp_styles.checks import check_mesh
 from hp_styles.inputs import comparing_in_calls_of
 from hp_styles.names import named_style
 
-__all__ = ["loss_parallel", "parallelize_module"]
-
 
 def parallelize_module(
     module: Any,

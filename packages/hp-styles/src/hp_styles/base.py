@@ -10,8 +10,6 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement
 
-__all__ = ["ParallelStyle", "applied_name", "applying", "claim"]
-
 _STEPS = frozenset(
     "_partition_linear_fn _partition_embedding_fn _replicate_module_fn _prepare_input_fn _prepare_output_fn"
     " _prepare_input_arg _prepare_input_kwarg_fn _prepare_out_fn".split()

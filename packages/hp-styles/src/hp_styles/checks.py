@@ -10,8 +10,6 @@ from hp_dtensor import DeviceMesh, Placement, Shard
 from hp_dtensor.extend import kind_of, local_shape
 from hp_styles import port
 
-__all__ = ["Widths", "check_mesh", "check_placements", "check_sized", "check_widths", "shapes_of_ranks"]
-
 
 def check_mesh(mesh: Any, what: str) -> None:
     """Refuse a value that is not a mesh of hp_dtensor.

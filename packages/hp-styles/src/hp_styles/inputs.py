@@ -15,21 +15,6 @@ from hp_styles import port
 from hp_styles.checks import Widths, check_mesh, check_sized, check_widths, shapes_of_ranks
 from hp_styles.context.rounds import Round, Rounds
 
-__all__ = [
-    "NotPickled",
-    "begin_call",
-    "compare_parts",
-    "comparing_in_calls_of",
-    "current_round",
-    "end_call",
-    "hook",
-    "note_comparing",
-    "on_input",
-    "on_inputs",
-    "on_output",
-    "on_outputs",
-]
-
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, port.modules().Tensor)

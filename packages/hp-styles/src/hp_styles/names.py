@@ -17,8 +17,6 @@ from hp_styles.packed import PackedColwiseParallel, PackedRowwiseParallel, Reduc
 from hp_styles.regions import ExpertsParallel, IdentityExpert, PlainRegion, PointwiseRegion
 from hp_styles.styles import ColwiseParallel, PrepareModuleOutput, RowwiseParallel, SequenceParallel
 
-__all__ = ["ALIASES", "PARAMETER_STYLES", "STYLES", "canonical", "named_style", "sequence_parallel_plan"]
-
 # What each name does to a module.
 STYLES = {
     "colwise": "output features sharded, input replicated, output sharded",

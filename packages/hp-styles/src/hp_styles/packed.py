@@ -9,8 +9,6 @@ from hp_styles import port
 from hp_styles.base import ParallelStyle, claim
 from hp_styles.inputs import on_input, on_output
 
-__all__ = ["PackedColwiseParallel", "PackedRowwiseParallel", "WholeExperts"]
-
 
 class PackedColwiseParallel(ParallelStyle):
     """Column parallelism of a Linear that packs several matrices (gate and up): each rank has a shard of each.

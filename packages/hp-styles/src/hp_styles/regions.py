@@ -16,8 +16,6 @@ from hp_dtensor import DeviceMesh
 from hp_styles import port
 from hp_styles.base import ParallelStyle, claim
 
-__all__ = ["ExpertsParallel", "IdentityExpert", "PlainRegion", "PointwiseRegion", "runs_on_parts"]
-
 
 class PlainRegion(ParallelStyle):
     """A module that runs on full plain tensors, the same on every rank; its parameters are replicated.

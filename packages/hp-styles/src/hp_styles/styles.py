@@ -14,15 +14,6 @@ from hp_styles.base import ParallelStyle, claim
 from hp_styles.checks import check_placements
 from hp_styles.inputs import on_input, on_inputs, on_output, on_outputs
 
-__all__ = [
-    "ColwiseParallel",
-    "PrepareModuleInput",
-    "PrepareModuleInputOutput",
-    "PrepareModuleOutput",
-    "RowwiseParallel",
-    "SequenceParallel",
-]
-
 Layouts = "Placement | Sequence[Placement | None] | None"
 
 

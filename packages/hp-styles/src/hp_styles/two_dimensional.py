@@ -9,8 +9,6 @@ from hp_styles import port
 from hp_styles.base import ParallelStyle, claim
 from hp_styles.inputs import on_input, on_output
 
-__all__ = ["TwoDimensionalParallel"]
-
 
 class TwoDimensionalParallel(ParallelStyle):
     """Sharding of a Linear's weight over two axes of a mesh; weights stay in place, activations move.

@@ -9,8 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-__all__ = ["leftovers"]
-
 _KINDS = {"torch": {"Tensor", "Module", "ProcessGroup"}, "mindspore": {"Tensor", "Cell"}}
 _PATIENCE = 5.0  # seconds; spent only where each step left more than the one before
 

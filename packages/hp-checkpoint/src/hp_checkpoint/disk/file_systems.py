@@ -12,8 +12,6 @@ from hp_checkpoint.disk.storage import local_folder
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.loading.sources import has_safetensors, open_checkpoint
 
-__all__ = ["FileSystemReader", "FileSystemWriter", "HuggingFaceStorageReader", "bytes_of", "place_of"]
-
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]i?|)B?")
 

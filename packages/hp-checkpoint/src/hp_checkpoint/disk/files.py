@@ -18,25 +18,6 @@ import numpy as np
 from hp_checkpoint.disk.json_texts import check_values, strict_json
 from hp_checkpoint.errors import InvalidCheckpointError, shown
 
-__all__ = [
-    "DTYPES",
-    "LIMIT",
-    "PAGE",
-    "Chunk",
-    "Entry",
-    "File",
-    "Kind",
-    "check_cover",
-    "check_file_name",
-    "check_overlaps",
-    "index_of",
-    "lay_out",
-    "packed_file",
-    "read_header",
-    "sizes_of",
-    "whole",
-]
-
 DTYPES = {
     "BOOL": 1,
     "U8": 1,

@@ -7,8 +7,6 @@ from typing import Any
 
 from hp_checkpoint.errors import InvalidCheckpointError, shown
 
-__all__ = ["check_values", "strict_json"]
-
 _VALUES = 4_000_000  # of any text; that beside much data may have more
 _BYTES_PER_VALUE = 4  # of that data
 

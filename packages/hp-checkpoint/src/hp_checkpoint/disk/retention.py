@@ -16,8 +16,6 @@ from hp_checkpoint.disk.manifest import MANIFEST, Manifest
 from hp_checkpoint.disk.storage import new_nonce, part_folder, read_json
 from hp_checkpoint.errors import InvalidCheckpointError
 
-__all__ = ["Keep", "metrics_in", "prune", "remove", "step_folder", "steps_in"]
-
 _STEP = re.compile(r"step-(\d{8,})")
 
 

@@ -28,30 +28,6 @@ import numpy as np
 from hp_checkpoint.disk.json_texts import check_values
 from hp_checkpoint.errors import InvalidCheckpointError
 
-__all__ = [
-    "Arena",
-    "MANIFEST",
-    "bytes_beside",
-    "check_space",
-    "commit",
-    "followed",
-    "in_progress",
-    "local_folder",
-    "make_folder",
-    "new_nonce",
-    "opened",
-    "part_folder",
-    "read_at",
-    "read_json",
-    "read_small",
-    "remove_rests",
-    "sync",
-    "sync_folder",
-    "write_at",
-    "write_small",
-]
-
-
 # ---- snapshots ----
 _ALIGNMENT = 64
 

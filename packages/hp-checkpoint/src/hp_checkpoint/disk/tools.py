@@ -20,8 +20,6 @@ from hp_checkpoint.loading.loading import verify_files
 from hp_checkpoint.loading.reads import stream
 from hp_checkpoint.loading.sources import open_checkpoint
 
-__all__ = ["Difference", "diff", "faults", "summary"]
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

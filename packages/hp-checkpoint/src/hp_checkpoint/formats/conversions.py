@@ -8,8 +8,6 @@ import numpy as np
 
 from hp_checkpoint.disk.files import DTYPES
 
-__all__ = ["FLOATS", "casts_to", "converted", "converts", "dtype_named", "name_of_dtype"]
-
 FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _CHUNK = 1 << 20  # elements at a time

@@ -22,8 +22,6 @@ from hp_checkpoint.formats.torch_files import TORCH_NAMES, Archive, plain, value
 from hp_checkpoint.formats.unpickling import Factory, Plain, read_pickle
 from hp_checkpoint.layout.state import Address, Unreadable, address, top_part
 
-__all__ = ["CHECKPOINT", "METADATA", "dcp_manifest", "dcp_values", "is_dcp"]
-
 METADATA = ".metadata"
 _DEPTH = 100  # keys of a value's path
 CHECKPOINT = "torch.distributed.checkpoint"

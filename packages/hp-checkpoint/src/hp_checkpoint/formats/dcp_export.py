@@ -35,9 +35,6 @@ from hp_checkpoint.loading.reads import read_range
 from hp_checkpoint.loading.sources import open_source
 from hp_checkpoint.saving.saving import STATE
 
-__all__ = ["Call", "Name", "Object", "Reference", "blocks", "pickled", "to_dcp"]
-
-
 # ---- writing pickles ----
 
 

@@ -30,18 +30,6 @@ from hp_checkpoint.loading.loading import verify_files
 from hp_checkpoint.loading.reads import stream
 from hp_checkpoint.loading.sources import open_source
 
-__all__ = [
-    "ADAPTER",
-    "MODEL",
-    "model_part",
-    "TOKENIZER_FILES",
-    "new_folder",
-    "opened_model",
-    "to_hugging_face",
-    "with_dtype",
-    "write_files",
-]
-
 MODEL = "model"
 ADAPTER = "adapter_model"
 """The part of a checkpoint that has an adapter, in place of a model: peft's name of the file."""

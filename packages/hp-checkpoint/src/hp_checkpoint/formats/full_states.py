@@ -22,15 +22,6 @@ from hp_checkpoint.port import port
 from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.saving import save_state
 
-__all__ = [
-    "convert_full_checkpoint_to_dcp",
-    "dcp_to_full_state_dict",
-    "load_checkpoint",
-    "parse_checkpoint_from_huggingface",
-    "save_checkpoint",
-    "save_state_dict_as_huggingface_format",
-]
-
 Folder = str | os.PathLike[str]
 
 

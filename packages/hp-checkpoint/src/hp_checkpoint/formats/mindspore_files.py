@@ -22,8 +22,6 @@ from hp_checkpoint.disk.manifest import FileSums, Manifest
 from hp_checkpoint.disk.storage import opened, read_at
 from hp_checkpoint.errors import InvalidCheckpointError, shown
 
-__all__ = ["mindspore_file"]
-
 _DTYPES = {f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("Float", "Int", "UInt") for bits in (8, 16, 32, 64)}
 _DTYPES |= {"BFloat16": "BF16", "Bool": "BOOL", "Complex64": "C64"}
 _VARINT, _BYTES = 0, 2  # how a field is written

@@ -20,9 +20,6 @@ from hp_checkpoint.errors import InvalidCheckpointError, shown
 from hp_checkpoint.formats.unpickling import Factory, Names, Ordered, Plain, Storage, read_pickle
 from hp_checkpoint.layout.state import TensorPlace, address, top_part
 
-__all__ = ["Archive", "StoredTensor", "TORCH_NAMES", "plain", "tensor_names", "torch_file", "value_names"]
-
-
 # ---- names in pickles: see `unpickling` ----
 _DTYPES = """
 float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64

@@ -17,8 +17,6 @@ from typing import Any
 
 from hp_checkpoint.errors import InvalidCheckpointError, shown
 
-__all__ = ["Factory", "Names", "Ordered", "Plain", "Storage", "read_pickle"]
-
 Names = Mapping[tuple[str, str], Any]
 """What stands for the names of modules that a pickle may have."""
 _INSTRUCTIONS = 4_000_000  # of any pickle; those beside much data may have more

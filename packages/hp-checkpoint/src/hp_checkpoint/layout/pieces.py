@@ -14,8 +14,6 @@ from hp_checkpoint.disk.files import Chunk
 from hp_dtensor import Placement
 from hp_dtensor.extend import Box, boxes, local_shape
 
-__all__ = ["Piece", "box_pieces", "chunk_pieces", "clip", "gather", "move", "pieces", "runs", "scale"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -12,22 +12,6 @@ from typing import Any
 from hp_checkpoint.errors import InvalidCheckpointError, shown
 from hp_checkpoint.layout.tensors import is_tensor, memory_of
 
-__all__ = [
-    "Address",
-    "State",
-    "TensorPlace",
-    "Unreadable",
-    "address",
-    "changes",
-    "decode",
-    "flatten",
-    "merge",
-    "present",
-    "top_part",
-    "unreadable",
-    "values_of",
-]
-
 Address = tuple[str, str]
 """Of a tensor: its part (the first word of its file's name) and its name in the part."""
 

@@ -14,20 +14,6 @@ from hp_checkpoint.port import port
 from hp_checkpoint.saving.shard_assignment import Holding
 from hp_dtensor.extend import TensorSpec
 
-__all__ = [
-    "array_of",
-    "cast_to",
-    "holding_of",
-    "is_tensor",
-    "kind_of",
-    "local_boxes",
-    "local_pieces",
-    "memory_of",
-    "read_bytes",
-    "stored_pieces",
-    "written_bytes",
-]
-
 _NUMPY = {
     "bool": "BOOL",
     "uint8": "U8",

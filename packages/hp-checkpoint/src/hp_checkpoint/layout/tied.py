@@ -15,8 +15,6 @@ from hp_checkpoint.layout.state import Address, State
 from hp_checkpoint.loading.reads import read_range
 from hp_checkpoint.recovery.ranks import Ranks
 
-__all__ = ["checked_tensors"]
-
 _CHUNK = 8 << 20
 
 

@@ -25,8 +25,6 @@ import numpy as np
 from hp_checkpoint.disk.storage import Arena
 from hp_checkpoint.recovery.ranks import Ranks
 
-__all__ = ["HostMemory"]
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HOST = 16
 _NONCE = 16

@@ -22,8 +22,6 @@ from hp_checkpoint.loading.transfers import CastTarget, Request, Target, Transfe
 from hp_checkpoint.recovery.ranks import Ranks, describe
 from hp_checkpoint.saving.saving import STATE
 
-__all__ = ["Verify", "check_entries", "load_tensors", "read_tree", "verify_files"]
-
 Verify = Literal["read", "all"]
 
 

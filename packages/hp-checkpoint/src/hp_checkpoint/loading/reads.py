@@ -20,20 +20,6 @@ from hp_checkpoint.disk.files import Chunk, Entry
 from hp_checkpoint.disk.storage import opened, read_at
 from hp_checkpoint.layout.pieces import Piece, chunk_pieces, clip, move, runs, scale
 
-__all__ = [
-    "COLUMNS",
-    "Exchange",
-    "PER_ROUND",
-    "Transfer",
-    "Units",
-    "exchange",
-    "read_range",
-    "reads",
-    "request_rows",
-    "stream",
-]
-
-
 # ---- streams of elements ----
 _CHUNK = 16 << 20
 

@@ -18,8 +18,6 @@ from hp_checkpoint.formats.dcp import dcp_manifest, is_dcp
 from hp_checkpoint.formats.mindspore_files import mindspore_file
 from hp_checkpoint.formats.torch_files import torch_file
 
-__all__ = ["TORCH_FILES", "has_safetensors", "open_checkpoint", "open_source"]
-
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 TORCH_FILES = (".pt", ".pth", ".bin")

@@ -21,8 +21,6 @@ from hp_checkpoint.loading.host_memory import HostMemory
 from hp_checkpoint.loading.reads import PER_ROUND, Exchange, Transfer, Units, reads
 from hp_checkpoint.recovery.ranks import Ranks
 
-__all__ = ["CastTarget", "Request", "Target", "Transfers", "casts"]
-
 _CHUNK = 1 << 20
 
 

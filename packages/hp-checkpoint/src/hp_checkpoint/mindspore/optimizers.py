@@ -20,8 +20,6 @@ from mindspore.experimental.optim.optimizer import Optimizer
 from hp_dtensor import SkipDTensorDispatch
 from hp_dtensor.mindspore.extend import local_mode, local_view, set_local, states_by_name, wrap
 
-__all__ = ["optimizer_states"]
-
 State = dict[str, Any]
 _STEP, _LARGEST, _STARTED = "step", "max_exp_avg_sq", "stat"
 _SAVED = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum_buffer"} | {

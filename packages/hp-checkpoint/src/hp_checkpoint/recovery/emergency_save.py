@@ -34,8 +34,6 @@ from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.saving import save_state
 from hp_platform import get_backend, get_platform
 
-__all__ = ["LastWords"]
-
 
 class LastWords:
     """Saves the newest finished step of a run that fails; see Note [Last words].

@@ -22,8 +22,6 @@ import numpy as np
 from hp_checkpoint.errors import CheckpointError
 from hp_checkpoint.recovery.ranks import Ranks
 
-__all__ = ["Survivors", "join", "meet"]
-
 _POLL = 0.02
 
 

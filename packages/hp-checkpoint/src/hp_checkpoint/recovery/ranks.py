@@ -13,8 +13,6 @@ from hp_checkpoint.port import port
 from hp_platform import get_platform
 from hp_platform.extend import agree, gather_bytes, share_bytes
 
-__all__ = ["Ranks", "describe"]
-
 _ARGUMENTS = (ValueError, TypeError, FileNotFoundError, FileExistsError)
 """Errors that are raised as they are where every rank has the same one: what was passed is wrong."""
 

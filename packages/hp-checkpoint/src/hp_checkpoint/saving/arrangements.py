@@ -26,18 +26,6 @@ from hp_checkpoint.layout.tensors import local_boxes, local_pieces, read_bytes
 from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.save_plan import SavePlan
 
-__all__ = [
-    "Arrangement",
-    "Files",
-    "Layout",
-    "Output",
-    "box_name",
-    "check_layout",
-    "in_files",
-    "in_shards",
-    "shard_file",
-]
-
 Files = Literal["files", "shards"]
 """Where a checkpoint's tensors are; see Note [Layouts of files]."""
 

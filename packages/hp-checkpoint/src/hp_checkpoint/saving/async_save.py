@@ -24,8 +24,6 @@ from hp_checkpoint.saving.planners import StandardSavePlanner
 from hp_checkpoint.saving.saving import prepare_save
 from hp_checkpoint.saving.under_way import begun
 
-__all__ = ["AsyncSaveResponse", "async_save"]
-
 _POLL = 0.02
 _idle: list[Writer] = []  # with processes that have started and arenas that have memory
 

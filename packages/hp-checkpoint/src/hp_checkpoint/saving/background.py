@@ -22,9 +22,6 @@ from hp_checkpoint.saving.saving import Prepared
 from hp_checkpoint.saving.under_way import begun
 from hp_platform import LostRankError
 
-__all__ = ["Committed", "Pending", "Writer", "failed_file", "failures", "receive", "send"]
-
-
 # ---- messages of JSON ----
 _LENGTH = 8
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["StandardLoadPlanner", "StandardSavePlanner", "planner_or"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.recovery.ranks import Ranks, describe
 from hp_checkpoint.saving.arrangements import Files, Layout
 
-__all__ = ["agreed_layout"]
-
 _STRIPES, _STRIPE = 64, 3000  # number, and bytes of each
 _known: dict[int, str] = {}
 """Why shared files fail on a file system, by its device number; "" where they don't."""

@@ -16,8 +16,6 @@ from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.shard_assignment import Holding, Tensor, shards_of, writers
 from hp_dtensor import Placement, RaggedShard, Replicate, Shard, StridedShard
 
-__all__ = ["SavePlan", "plan_save"]
-
 
 @dataclass(frozen=True)
 class SavePlan:

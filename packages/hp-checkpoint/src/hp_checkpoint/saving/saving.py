@@ -37,8 +37,6 @@ from hp_checkpoint.saving.probe import agreed_layout
 from hp_checkpoint.saving.save_plan import SavePlan, plan_save
 from hp_checkpoint.saving.under_way import wait_for_saves
 
-__all__ = ["STATE", "Prepared", "finish", "prepare_save", "save_state", "write_outputs"]
-
 STATE = "state.json"
 _CHUNK = 1 << 20
 _COLUMNS = 6  # number of the file, first, length, count, stride, checksum

@@ -15,9 +15,6 @@ from hp_checkpoint.layout.pieces import Piece, pieces
 from hp_dtensor import Placement, RaggedShard
 from hp_dtensor.extend import cut_dim, intervals
 
-__all__ = ["Holding", "Tensor", "shard_sizes", "shards_of", "writers"]
-
-
 Name = TypeVar("Name", bound=Any)
 
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["begun", "wait_for_saves"]
-
 _POLL = 0.01
 _saves: dict[str, list[Callable[[], bool]]] = {}
 

@@ -34,8 +34,6 @@ from hp_checkpoint.saving.arrangements import Output
 from hp_checkpoint.saving.background import failed_file, failures, receive, send
 from hp_checkpoint.saving.saving import finish, write_outputs
 
-__all__ = ["main"]
-
 _POLL = 0.02
 _PATIENCE = 60.0  # seconds that an orphaned writer waits for the others
 _WITHOUT_JOB = 10.0  # the same for those that have no job

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["DTYPES"]
-
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -10,8 +10,6 @@ import torch
 
 from hp_checkpoint.torch.dtypes import DTYPES
 
-__all__ = ["model_state", "optimizer_states"]
-
 State = dict[str, Any]
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _NOT_OPTIONS = ("params", "param_names")

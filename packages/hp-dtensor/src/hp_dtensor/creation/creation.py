@@ -13,8 +13,6 @@ from hp_dtensor.layout.spec import TensorSpec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_platform import get_platform
 
-__all__ = ["broadcast", "distribute_module", "distribute_tensor", "empty", "full", "ones", "rand", "randn", "zeros"]
-
 
 def distribute_tensor(
     tensor: Any,

@@ -14,17 +14,6 @@ from hp_dtensor.layout.spec import TensorSpec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_platform.extend import when_groups_end
 
-__all__ = [
-    "check_inside",
-    "check_local",
-    "check_part",
-    "check_ranks",
-    "gradient_layout",
-    "layout_of",
-    "refuse_cut_graph",
-    "refuse_second_call",
-]
-
 _MOST_DIMS = 16
 """The number of dims up to which ranks compare shapes."""
 

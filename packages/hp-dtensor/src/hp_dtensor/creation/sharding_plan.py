@@ -15,8 +15,6 @@ from hp_dtensor.layout.spec import normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_platform import get_platform
 
-__all__ = ["matches", "matching", "shard_module"]
-
 Placed = tuple[DeviceMesh, tuple[Placement, ...]]
 _SECTIONS = ("forward", "parameter")
 _ENDS = ("input", "output")

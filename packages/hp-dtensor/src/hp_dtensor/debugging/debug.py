@@ -24,8 +24,6 @@ from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_platform import get_platform
 from hp_platform.extend import observers, own_rank
 
-__all__ = ["Collective", "CommDebugMode", "Names", "Total", "running"]
-
 _LIBRARIES = ("torch", "torch_npu", "mindspore", "hyper_parallel", "contextlib", "functools", "threading")
 _COLUMNS = ("phase", "module", "kind", "axis", "file", "line")
 

@@ -16,8 +16,6 @@ from hp_dtensor.layout.placements import Partial, Placement
 from hp_dtensor.layout.sharding import normalize
 from hp_dtensor.layout.spec import TensorSpec
 
-__all__ = ["text_table", "visualize_sharding"]
-
 _GRID_SIZE = (4.0, 3.2)  # inches
 _MOST_ACROSS = 4
 

@@ -10,8 +10,6 @@ from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.rules.factors import Solution, solve
 from hp_dtensor.rules.library import RULES
 
-__all__ = ["apply_function"]
-
 
 def apply_function(function: Any, apply: Callable[..., Any], args: Sequence[Any], tensor: type) -> Any:
     """Run a `DFunction` on Tensors or DTensors.

@@ -19,8 +19,6 @@ from hp_dtensor.layout.spec import TensorSpec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_platform.extend import share_bytes
 
-__all__ = ["custom_shard", "local_map"]
-
 
 def local_map(
     func: Callable[..., Any] | None = None,

@@ -10,8 +10,6 @@ from typing import Any
 
 from hp_dtensor import port
 
-__all__ = ["SkipDTensorDispatch", "implicit_replication", "replicates_plain"]
-
 _implicit: contextvars.ContextVar[bool] = contextvars.ContextVar("implicit_replication", default=False)
 _open: list[object] = []  # the contexts of all threads
 

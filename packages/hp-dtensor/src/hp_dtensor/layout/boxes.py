@@ -11,8 +11,6 @@ from math import prod
 from hp_dtensor.layout.placements import Placement
 from hp_dtensor.layout.sharding import cut_dim, intervals, normalize, parts, ragged_of
 
-__all__ = ["Box", "boxes", "range_boxes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

@@ -19,8 +19,6 @@ import numpy as np
 from hp_dtensor.layout.placements import Placement, RaggedShard
 from hp_dtensor.layout.sharding import cut_dim, intervals, normalize, parts, ragged_of, run_view
 
-__all__ = ["Box", "Grid", "Holders", "who_holds"]
-
 Box = tuple[int, int]
 """The (start, stop) of a box along a dim."""
 

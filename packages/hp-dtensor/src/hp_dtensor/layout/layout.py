@@ -12,8 +12,6 @@ from hp_dtensor.errors import NoPlacementsError
 from hp_dtensor.layout.placements import Placement, Replicate, Shard, StridedShard, kind_of
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 
-__all__ = ["Layout", "as_placements"]
-
 
 class Layout:
     """Ranks along named axes, and the axes that shard each tensor dim.

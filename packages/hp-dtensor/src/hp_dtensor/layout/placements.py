@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PARTIAL_OPS", "Partial", "Placement", "RaggedShard", "Replicate", "Shard", "StridedShard", "kind_of"]
-
 PARTIAL_OPS = ("sum", "avg", "min", "max", "product")
 
 

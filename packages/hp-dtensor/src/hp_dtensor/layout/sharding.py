@@ -19,18 +19,6 @@ from typing import Any
 
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 
-__all__ = [
-    "assemble",
-    "chunk",
-    "cut_dim",
-    "intervals",
-    "local_shape",
-    "normalize",
-    "parts",
-    "run_view",
-    "take",
-]
-
 Interval = tuple[int, int]
 """(start, length)"""
 

@@ -13,8 +13,6 @@ from hp_dtensor.layout.strides import is_thin
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_platform.extend import when_groups_end
 
-__all__ = ["TensorSpec", "meshes", "spec_named", "normalize"]
-
 
 class TensorSpec:
     """The metadata of a distributed tensor. Create one with ``TensorSpec.of``.

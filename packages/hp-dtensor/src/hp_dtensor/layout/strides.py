@@ -15,8 +15,6 @@ from functools import lru_cache
 
 from hp_dtensor.layout.placements import Placement, RaggedShard, Shard, StridedShard
 
-__all__ = ["contiguous", "is_thin", "global_strides"]
-
 
 @lru_cache(maxsize=4096)
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

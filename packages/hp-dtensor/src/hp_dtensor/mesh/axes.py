@@ -21,22 +21,6 @@ from hp_dtensor.errors import AxisRangeError, MeshValueError, NoAxisError, Overl
 if TYPE_CHECKING:
     from hp_dtensor.mesh.device_mesh import DeviceMesh
 
-__all__ = [
-    "AxisLayout",
-    "axes_overlap",
-    "axes_within",
-    "axis_layouts",
-    "axis_within",
-    "concatenate",
-    "find_axis",
-    "flatten",
-    "join",
-    "ranks_along",
-    "read_names",
-    "read_ranks",
-    "split_axis",
-    "unflatten",
-]
 
 AxisLayout = tuple[tuple[int, int], ...]
 """The (size, stride) terms of one axis: Note [Axes are strided layouts]."""

@@ -17,8 +17,6 @@ from hp_dtensor.mesh.axes import AxisLayout, axis_layouts, find_axis, read_names
 from hp_platform import get_platform
 from hp_platform.extend import own_rank
 
-__all__ = ["DeviceMesh", "get_current_mesh", "init_device_mesh"]
-
 _active = threading.local()
 
 

@@ -13,7 +13,6 @@ from hp_platform.extend import inside_launcher, launch_command, launcher_place, 
 if TYPE_CHECKING:
     from hp_dtensor.mesh.device_mesh import DeviceMesh
 
-__all__ = ["adopt", "advice_for", "check_world", "living", "note", "read_options", "start"]
 
 # By identity: equal meshes have groups of their own.
 _living: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()

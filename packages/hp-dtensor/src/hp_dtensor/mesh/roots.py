@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.mesh.groups import living
 
-__all__ = ["in_one_root", "slice_of"]
-
 
 def slice_of(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
     """Return a mesh as a slice of a root, or None if it is none."""

@@ -22,8 +22,6 @@ from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.backward.autograd import local_mode, local_only
 
-__all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "unwrap", "wrap"]
-
 _shape = TensorPy.shape.__get__
 _DParameter: type[DTensor]
 _from_local: Callable[..., DTensor]

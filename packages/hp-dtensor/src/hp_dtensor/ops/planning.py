@@ -12,8 +12,6 @@ from hp_dtensor.rules.factors import NoLegalPlacement, Solution, solve
 from hp_dtensor.rules.library import RULES
 from hp_dtensor.rules.views import view_placements
 
-__all__ = ["Binding", "Call", "Fix", "Shape", "binding_of", "collect", "mesh_of", "moved", "place", "refuse_others"]
-
 Shape = tuple[int, ...]
 Fix = tuple[tuple[Any, ...], TensorSpec, tuple[bool, ...] | None]
 """Where an operand stands, the layout that it is read in, and the axes where its reader's result varies."""

@@ -9,8 +9,6 @@ from hp_dtensor.layout.placements import Placement, RaggedShard, Replicate, Stri
 from hp_dtensor.layout.sharding import Interval, local_shape, parts, run_view
 from hp_dtensor.redistribution.steps import Step
 
-__all__ = ["Cut", "Place", "common"]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

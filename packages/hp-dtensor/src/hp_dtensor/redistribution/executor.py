@@ -23,20 +23,6 @@ from hp_platform.extend import when_groups_end
 if TYPE_CHECKING:
     from hp_dtensor.layout.spec import TensorSpec
 
-__all__ = [
-    "BOOL_OPS",
-    "PROGRAMS",
-    "Arrays",
-    "Exchange",
-    "Run",
-    "cuts_of",
-    "exchange",
-    "local_run",
-    "neutral",
-    "program_of",
-    "run_of",
-    "wrong_part",
-]
 
 Run = Callable[[Any], Any]
 

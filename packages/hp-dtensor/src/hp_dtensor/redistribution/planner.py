@@ -20,8 +20,6 @@ from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replic
 from hp_dtensor.layout.sharding import cut_dim, normalize, ragged_fits, ragged_of
 from hp_dtensor.redistribution.steps import LOCAL, Step, step_cost, step_type
 
-__all__ = ["cheapest", "cost", "explain", "plan"]
-
 Placements = tuple[Placement, ...]
 T = TypeVar("T")
 PLANNED = 8

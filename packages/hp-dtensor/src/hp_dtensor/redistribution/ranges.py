@@ -16,8 +16,6 @@ import numpy as np
 from hp_dtensor.layout.placements import Placement
 from hp_dtensor.layout.sharding import cut_dim, intervals, parts, ragged_of
 
-__all__ = ["DimGroups", "Ranges", "common_elements", "count_common", "dim_groups", "joined_ranges", "local_ranges"]
-
 Ranges = np.ndarray
 """[n, 2] of int64: (start, length), ascending, none empty."""
 DimGroups = tuple[tuple[int, int], ...]

@@ -13,8 +13,6 @@ from hp_dtensor.redistribution.cuts import Place
 from hp_dtensor.redistribution.executor import Arrays, exchange, local_run
 from hp_dtensor.redistribution.steps import AllReduce, ReduceScatter, Step
 
-__all__ = ["coordinates", "reduce_arrays", "simulate"]
-
 Coordinate = tuple[int, ...]
 
 

@@ -13,19 +13,6 @@ from math import prod
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.sharding import chunk, cut_dim
 
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "LOCAL",
-    "ReduceScatter",
-    "Slice",
-    "Step",
-    "ToPartial",
-    "step_cost",
-    "step_type",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Step:

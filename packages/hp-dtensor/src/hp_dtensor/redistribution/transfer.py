@@ -33,8 +33,6 @@ from hp_dtensor.redistribution.ranges import (
 from hp_dtensor.redistribution.simulate import coordinates
 from hp_dtensor.redistribution.steps import Step, step_cost
 
-__all__ = ["Move", "Transfer", "explain_transfer", "plan_transfer"]
-
 Shape = tuple[int, ...]
 Box = tuple[tuple[Interval, ...], ...]
 """Intervals of each group of dims of a local tensor; the elements in all of them."""

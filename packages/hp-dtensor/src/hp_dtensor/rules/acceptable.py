@@ -11,8 +11,6 @@ from hp_dtensor.layout.spec import TensorSpec, normalize
 from hp_dtensor.redistribution.planner import cheapest
 from hp_dtensor.rules.factors import Solution
 
-__all__ = ["check_results", "choose"]
-
 Pair = tuple[Sequence[Any], Sequence[Any]]
 
 

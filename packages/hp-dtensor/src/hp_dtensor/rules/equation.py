@@ -27,8 +27,6 @@ from typing import Any
 from hp_dtensor.layout.placements import PARTIAL_OPS
 from hp_dtensor.rules.factors import LINEAR, Dims, FactorMap
 
-__all__ = ["Rule", "Shapes", "dims_argument", "gather_all", "present", "pointwise_factors", "rule"]
-
 Shapes = Sequence["Sequence[int] | None"]
 Rule = Callable[[Shapes, Shapes, Mapping[str, Any]], FactorMap]
 _NONE: frozenset[int] = frozenset()

@@ -16,8 +16,6 @@ from typing import Any
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.redistribution.planner import cheapest
 
-__all__ = ["LINEAR", "Dims", "FactorMap", "NoLegalPlacement", "Solution", "solve"]
-
 Dims = tuple["int | None", ...]
 # Placements of the operands, where they vary, placements of the results, and the factor that is sharded.
 Candidate = tuple[list[Placement], list[bool], list[Placement], "int | None"]

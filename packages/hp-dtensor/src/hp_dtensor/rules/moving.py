@@ -10,8 +10,6 @@ from hp_dtensor.layout.placements import PARTIAL_OPS
 from hp_dtensor.rules.equation import Shapes, dims_argument, gather_all, pointwise_factors, present
 from hp_dtensor.rules.factors import FactorMap
 
-__all__ = ["cat", "expand", "gather", "index", "masked_gather", "pad", "pairs", "permute", "stack"]
-
 ANY = frozenset(PARTIAL_OPS)
 
 

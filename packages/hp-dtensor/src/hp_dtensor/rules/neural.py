@@ -8,21 +8,6 @@ from typing import Any
 from hp_dtensor.rules.equation import Shapes, gather_all, pointwise_factors, present
 from hp_dtensor.rules.factors import Dims, FactorMap
 
-__all__ = [
-    "attention",
-    "batch_norm",
-    "channels",
-    "convolution",
-    "cross_entropy",
-    "images",
-    "layer_norm",
-    "leading",
-    "loss",
-    "norm",
-    "prelu",
-    "rows_loss",
-]
-
 
 def norm(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """layer_norm, rms_norm: the trailing dims need replication; weight and bias carry them."""

@@ -12,8 +12,6 @@ from dataclasses import replace
 
 from hp_dtensor.layout.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
 
-__all__ = ["view_placements"]
-
 
 def view_placements(
     shape: Sequence[int], result: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]

@@ -28,8 +28,6 @@ from hp_dtensor.torch.interop.checkpoint import chunk_list, tensor_shard, write_
 from hp_dtensor.torch.views.kept import HANDED_OUT, hand_out, recall_shared, remember_shared
 from hp_dtensor.torch.views.strides import keep, local_strides, strides_of
 
-__all__ = ["DTensor", "local_of", "local_view", "redistribute", "redistribute_shared", "wrap"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
 T = torch.Tensor

@@ -14,8 +14,6 @@ from hp_fsdp.explanation.memory import Event, GroupFacts, MemoryPoint, MemoryRow
 from hp_fsdp.explanation.timeline import Timeline, TraceEvent, timeline_of
 from hp_fsdp.groups.managed_params import group_of, groups_in
 
-__all__ = ["Explanation", "explain"]
-
 
 @dataclass(frozen=True, slots=True)
 class Explanation:

@@ -11,8 +11,6 @@ from typing import Any
 from hp_fsdp.explanation.memory import Event, MemoryPoint
 from hp_fsdp.explanation.timeline import Span, Timeline
 
-__all__ = ["PICTURES", "check_path", "draw", "write_trace"]
-
 PICTURES = (".png", ".svg", ".pdf")
 _WIDTH = 11.0  # inches
 _ROW = 0.28

@@ -8,20 +8,6 @@ from typing import Any
 
 from hp_fsdp.explanation.timeline import TraceEvent, last_reductions
 
-__all__ = [
-    "BucketBytes",
-    "Event",
-    "GroupFacts",
-    "MemoryPoint",
-    "MemoryRow",
-    "Overlap",
-    "activation_row",
-    "memory_timeline",
-    "optimizer_row",
-    "simulate",
-    "unsharded_rows",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class BucketBytes:

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "TraceEvent", "Span", "Timeline", "timeline_of"]
-
 TraceEvent = tuple[str, str | None, int]
 """Kind, name of the group if the event belongs to one, and nanoseconds of a clock."""
 

@@ -17,8 +17,6 @@ from hp_platform.extend import attribute_to
 if TYPE_CHECKING:
     from hp_fsdp.options import BucketPlan, GroupOptions
 
-__all__ = ["Group"]
-
 
 class Group:
     """The parameters that are gathered, freed and reduced together, around the forward and backward of their modules.

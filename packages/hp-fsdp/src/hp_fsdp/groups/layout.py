@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, lcm
 
-__all__ = ["BLOCK", "LARGE", "FlatLayout"]
-
 LARGE = 4096
 """Elements from which on a parameter is cut where states of eight bits can be: `GroupOptions.alignment_of_large`."""
 

@@ -26,26 +26,6 @@ from typing import Any, NoReturn, TypeVar
 from hp_dtensor import DeviceMesh
 from hp_dtensor.extend import TensorSpec
 
-__all__ = [
-    "Roster",
-    "check_inside",
-    "find_parameters",
-    "group_of",
-    "groups_in",
-    "ignore",
-    "inner_mesh",
-    "is_copy",
-    "make_sharded_class",
-    "mark",
-    "owner_of",
-    "refuse_unreduced",
-    "roots_of",
-    "several_outermost",
-    "spec_of",
-    "unreduced",
-]
-
-
 # ---- the class of a sharded module ----
 _classes: dict[tuple[type, type], type] = {}
 

@@ -23,16 +23,6 @@ from hp_fsdp.mindspore.groups.parameter import itemsize
 from hp_fsdp.mindspore.optimizers import States
 from hp_platform import get_platform
 
-__all__ = [
-    "bytes_of",
-    "memory_rows",
-    "named_modules",
-    "overlap",
-    "predicted_activations",
-    "stays_gathered",
-    "watch_activations",
-]
-
 
 def named_modules(model: nn.Cell) -> Iterable[tuple[str, nn.Cell]]:
     """List a module and the modules inside it, with their names."""

@@ -18,21 +18,6 @@ from hp_fsdp.groups.layout import BLOCK
 from hp_fsdp.mindspore.groups.host import on_host, to_device, to_host
 from hp_platform import collectives, get_platform
 
-__all__ = [
-    "block_sums",
-    "dtype_of",
-    "gather",
-    "nonzero",
-    "number",
-    "of_number",
-    "pairs",
-    "power_sum",
-    "root",
-    "scale",
-    "total",
-    "unrecorded",
-]
-
 Pairs = Sequence[tuple[Any, Any]]
 
 

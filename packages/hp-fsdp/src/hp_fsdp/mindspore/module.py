@@ -18,8 +18,6 @@ from hp_fsdp.mindspore.steps.hooks import run_forward
 from hp_fsdp.module_api import ModuleAPI
 from hp_fsdp.state_dict.loading import check_names, laid_out
 
-__all__ = ["FSDPModule", "HSDPModule", "refuse_rewriting", "register_fsdp_forward_method", "shard_class"]
-
 
 class HSDPModule(ModuleAPI):
     """A sharded Cell: its own class, and these methods. Don't construct it: `fully_shard` changes a Cell's class.

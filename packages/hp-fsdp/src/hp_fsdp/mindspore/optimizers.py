@@ -41,8 +41,6 @@ from hp_fsdp.groups.managed_params import refuse_unreduced, spec_of, unreduced
 from hp_fsdp.mindspore.groups.parameter import copy_range
 from hp_fsdp.mindspore.state_dict import fill, write
 
-__all__ = ["States", "adapted", "watch_optimizers"]
-
 _in_order: weakref.WeakKeyDictionary[nn.Cell, list[Any]] = weakref.WeakKeyDictionary()
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from hp_fsdp.port import model_states
 from hp_fsdp.ranks.axes import DataAxes
 
-__all__ = ["check_alike", "check_counts"]
-
 
 def check_alike(groups: Sequence[Any], axes: DataAxes) -> None:
     """Raise on all ranks alike if their groups differ; it costs one reduction of two numbers if they don't.

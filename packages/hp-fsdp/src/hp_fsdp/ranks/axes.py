@@ -14,8 +14,6 @@ from hp_dtensor.extend import TensorSpec, axes_overlap, axes_within, slice_of
 from hp_platform import get_platform
 from hp_platform.extend import when_groups_end
 
-__all__ = ["DataAxes", "PostForwardRanks"]
-
 
 class _Grouped:
     """Holds process groups, and makes them again after they were destroyed.

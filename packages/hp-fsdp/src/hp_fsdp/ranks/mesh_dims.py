@@ -9,8 +9,6 @@ from typing import Any
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_platform import get_platform
 
-__all__ = ["DataParallelMeshDims", "all_ranks", "data_axes"]
-
 Names = str | tuple[str, ...] | None
 ALL = ("dp_shard",)
 """Name of the axis of all ranks."""

@@ -12,8 +12,6 @@ from hp_fsdp.groups.managed_params import spec_of
 from hp_fsdp.port import Broadcaster, ModelStates, model_states
 from hp_platform import get_platform
 
-__all__ = ["check_names", "from_rank0", "laid_out", "pieces_along", "ragged_axis"]
-
 Entries = list[tuple[str, Any, Any]]
 """Names, the model's tensors, and the values to load into them."""
 

@@ -10,16 +10,6 @@ from hp_fsdp.port import model_states
 from hp_fsdp.state_dict.loading import from_rank0
 from hp_platform import get_platform
 
-__all__ = [
-    "StateDictOptions",
-    "exported",
-    "full_state_dict",
-    "get_model_state_dict",
-    "load_full_state_dict",
-    "parameter_names",
-    "set_model_state_dict",
-]
-
 State = dict[str, Any]
 
 

@@ -17,15 +17,6 @@ from hp_fsdp.state_dict.model import (
 )
 from hp_platform import get_platform
 
-__all__ = [
-    "flatten_optimizer_state",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-    "unflatten_optimizer_state",
-]
-
 State = dict[str, Any]
 
 

@@ -12,8 +12,6 @@ from hp_fsdp.groups.micro_batches import check_modes
 from hp_fsdp.ranks.agreement import check_alike
 from hp_fsdp.steps.order import ExecutionOrder
 
-__all__ = ["Context"]
-
 G = TypeVar("G", bound=Group)
 
 

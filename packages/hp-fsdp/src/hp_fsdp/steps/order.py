@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-__all__ = ["ExecutionOrder", "INSIDE", "Span"]
-
 T = TypeVar("T")
 
 

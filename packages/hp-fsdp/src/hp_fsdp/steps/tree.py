@@ -8,8 +8,6 @@ import functools
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
-__all__ = ["tree_functions"]
-
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 

@@ -17,21 +17,6 @@ from hp_fsdp.torch.groups.host import transport
 from hp_fsdp.torch.steps.context import hsdp_sync_stream
 from hp_platform import collectives, get_platform
 
-__all__ = [
-    "block_sums",
-    "dtype_of",
-    "gather",
-    "nonzero",
-    "number",
-    "of_number",
-    "pairs",
-    "power_sum",
-    "root",
-    "scale",
-    "total",
-    "unrecorded",
-]
-
 Pairs = Sequence[tuple[Any, Any]]
 unrecorded = torch.no_grad
 

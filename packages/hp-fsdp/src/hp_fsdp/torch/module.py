@@ -22,8 +22,6 @@ from hp_fsdp.torch.state_dict import unwrapped
 from hp_fsdp.torch.steps.context import RootContext
 from hp_fsdp.torch.steps.hooks import run_forward
 
-__all__ = ["FSDPModule", "HSDPModule", "register_fsdp_forward_method", "shard_class"]
-
 _WITH_DETERMINISTIC = ("set_custom_all_gather", "set_unshard_in_backward", "set_post_optim_event", "reset_iter_state")
 _OF_THE_MODEL = ("set_post_optim_event", "reset_iter_state")
 _Tracing = importlib.import_module("torch._guards").TracingContext

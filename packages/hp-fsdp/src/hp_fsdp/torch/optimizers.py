@@ -32,8 +32,6 @@ from hp_fsdp.torch.state_dict import fill, sharded_axis
 from hp_fsdp.torch.steps.context import hsdp_sync_stream, refuse_lost_gradients
 from hp_platform import get_platform
 
-__all__ = ["adapted", "watch_optimizers"]
-
 _in_order: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _registered: list[Any] = []
 

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-__all__ = ["check_modules", "check_optimizer_state", "check_parameters", "check_prepared", "check_state", "own_mark"]
-
 _FULL = "full_state_dict(model), called on all ranks (from hp_fsdp import full_state_dict)"
 _REPLICATING = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",

@@ -10,15 +10,6 @@ from hp_moe.port import port
 from hp_moe.routes.dispatch import DISPATCHERS
 from hp_platform import get_platform
 
-__all__ = [
-    "check_bias",
-    "check_capacity",
-    "check_counted_together",
-    "check_dispatcher",
-    "check_overlap",
-    "check_router",
-]
-
 
 def check_router(
     experts: int, top_k: int, score_func: str, groups: int | None = None, limited: int | None = None

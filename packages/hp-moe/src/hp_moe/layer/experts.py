@@ -9,8 +9,6 @@ from typing import Any
 
 from hp_moe.port import port
 
-__all__ = ["Description", "check_module", "compute", "describe"]
-
 Tensor = Any
 
 

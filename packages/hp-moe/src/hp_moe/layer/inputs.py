@@ -17,8 +17,6 @@ from typing import Any
 from hp_moe.layer.experts import Description
 from hp_moe.port import Traits, port
 
-__all__ = ["kind", "problem", "refusal", "wrong_values"]
-
 Tensor = Any
 
 _BYTES = 640

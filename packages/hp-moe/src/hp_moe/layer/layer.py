@@ -27,7 +27,6 @@ from hp_platform.extend import share_bytes
 if TYPE_CHECKING:
     from hp_moe.styles import BaseExpertParallel
 
-__all__ = ["ExpertLayer", "run_over_ranks"]
 
 Tensor = Any
 Beside = Callable[[], Any]

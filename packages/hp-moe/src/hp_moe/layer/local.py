@@ -9,8 +9,6 @@ import hp_dtensor
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard
 from hp_moe.port import port
 
-__all__ = ["local_inputs", "local_part"]
-
 Tensor = Any
 Restore = Callable[[Tensor], Tensor]
 

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 from hp_moe.port import port
 from hp_moe.routes.routes import at_once
 
-__all__ = ["overlap_experts"]
-
 Function = Callable[..., Any]
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from mindspore import nn
 
-__all__ = ["global_auxiliary_loss"]
-
 
 def global_auxiliary_loss(model: nn.Cell, *, group: Any = None) -> Any:
     """Refuse: it is for transformers' models.

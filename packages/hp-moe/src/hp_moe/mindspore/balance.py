@@ -12,8 +12,6 @@ from mindspore.graph.api import _pynative_executor
 from hp_moe.layer.checks import check_counted_together
 from hp_platform import get_platform
 
-__all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "recomputes", "update_expert_bias"]
-
 
 def count(layer: Any, counts: np.ndarray) -> None:
     """Add counts of a forward to a layer's, in training, and not where backward computes a Cell again."""

@@ -10,8 +10,6 @@ from mindspore import Tensor, _Function, mint, ops
 
 from hp_platform import get_platform
 
-__all__ = ["Combined", "Exchange", "Gathered", "Grouped", "Repeated", "Scattered", "Spread", "Summed", "taken"]
-
 Numbers = np.ndarray
 
 

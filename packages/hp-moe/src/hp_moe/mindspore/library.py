@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["register_experts"]
-
 
 def register_experts(name: str = "grouped_linear") -> str:
     """Raise: transformers' models do not run on MindSpore."""

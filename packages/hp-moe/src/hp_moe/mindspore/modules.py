@@ -15,8 +15,6 @@ from hp_moe.mindspore.balance import attach_loss, balance_loss, count
 from hp_moe.mindspore.exchange import Spread
 from hp_moe.mindspore.port import order, swiglu
 
-__all__ = ["FeedForward", "GroupedExperts", "MoE", "TokenChoiceTopKRouter"]
-
 
 class FeedForward(nn.Cell):
     """SwiGLU: ``w2(silu(w1(x)) * w3(x))``."""

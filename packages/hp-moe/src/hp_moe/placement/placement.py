@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from hp_dtensor import Placement, RaggedShard, Shard
 
-__all__ = ["ExpertPlacement", "Shares", "plan_replicas"]
-
 Shares = tuple[tuple[tuple[int, ...], ...], ...]
 """For each source rank and expert, the tokens that go to each holder of the expert, in the order of ``holders``."""
 

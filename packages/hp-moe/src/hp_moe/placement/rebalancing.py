@@ -20,8 +20,6 @@ from hp_moe.port import port
 from hp_platform import get_platform
 from hp_platform.extend import agree, share_bytes
 
-__all__ = ["get_placement_state", "place_experts", "rebalance", "set_placement_state"]
-
 
 def rebalance(model: Any, *, keep: float = 0.05, group: Any = None) -> dict[str, ExpertPlacement]:
     """Give hot experts replicas, by the tokens that experts got since the last call; counts begin anew.

@@ -18,8 +18,6 @@ from hp_moe.placement.placement import ExpertPlacement, Shares
 from hp_moe.port import port
 from hp_platform.frames import current_frame
 
-__all__ = ["Loans", "check_slots", "choose_holders"]
-
 Tensor = Any
 
 

@@ -20,8 +20,6 @@ from hp_moe.port import port
 from hp_moe.routes.dispatch import Message
 from hp_moe.routes.routes import Route, begun
 
-__all__ = ["DropCount", "Drops", "Seated", "report_drops"]
-
 Tensor = Any
 _log = logging.getLogger("hp_moe")
 

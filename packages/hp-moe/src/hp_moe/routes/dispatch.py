@@ -17,8 +17,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["DISPATCHERS", "TOLD", "Dispatch", "Message", "fit"]
-
 DISPATCHERS: tuple[str, ...] = ("all_to_all", "all_gather", "deredundency")
 
 TOLD: tuple[str, ...] = ("copies", "kind", "wrong")

@@ -10,8 +10,6 @@ from hp_moe.routes.dispatch import Dispatch, Message
 from hp_moe.routes.routes import Route
 from hp_platform import get_platform
 
-__all__ = ["Gathered"]
-
 Tensor = Any
 
 

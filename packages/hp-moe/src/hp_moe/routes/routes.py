@@ -20,8 +20,6 @@ from hp_moe.placement.placement import Shares
 from hp_moe.port import Transfer, port
 from hp_moe.routes.dispatch import Dispatch, Message
 
-__all__ = ["Begin", "Exact", "Fast", "Hop", "Route", "at_once", "begun"]
-
 Tensor = Any
 Begin = Callable[..., Any]
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from hp_moe.placement.placement import ExpertPlacement, Shares
 
-__all__ = ["Sources"]
-
 
 @dataclass(frozen=True)
 class Sources:

@@ -17,8 +17,6 @@ from hp_moe.routes.dispatch import Dispatch, Message
 from hp_moe.routes.routes import Hop, Route, at_once
 from hp_platform import get_platform
 
-__all__ = ["Axes", "TwoHops"]
-
 Tensor = Any
 
 

@@ -17,8 +17,6 @@ from torch import nn
 from hp_dtensor import DTensor, Replicate
 from hp_platform import get_platform
 
-__all__ = ["global_auxiliary_loss"]
-
 T = torch.Tensor
 
 

@@ -11,8 +11,6 @@ from torch import nn
 from hp_moe.layer.checks import check_counted_together
 from hp_platform import get_platform
 
-__all__ = ["MoEAuxLossAutoScaler", "attach_loss", "balance_loss", "count", "recomputes", "update_expert_bias"]
-
 T = torch.Tensor
 
 

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Combined", "Pinned", "Recomputed", "Repeated", "Spread", "Summed", "SwiGlu"]
-
 T = torch.Tensor
 
 

@@ -10,8 +10,6 @@ import torch
 from hp_moe.layer.experts import compute, describe
 from hp_moe.torch.port import count, message, not_finite, order, slots, spread
 
-__all__ = ["register_experts"]
-
 T = torch.Tensor
 
 

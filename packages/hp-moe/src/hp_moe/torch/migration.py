@@ -11,8 +11,6 @@ from torch import nn
 from hp_dtensor import DTensor, Placement
 from hp_dtensor.torch.extend import local_view, wrap
 
-__all__ = ["belongings", "move"]
-
 T = torch.Tensor
 
 

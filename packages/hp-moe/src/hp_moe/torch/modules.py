@@ -15,8 +15,6 @@ from hp_moe.layer.experts import compute, describe
 from hp_moe.torch.balance import attach_loss, balance_loss, count
 from hp_moe.torch.port import order, spread
 
-__all__ = ["FeedForward", "GroupedExperts", "MoE", "TokenChoiceTopKRouter"]
-
 T = torch.Tensor
 
 

@@ -28,8 +28,6 @@ from hp_moe.routes.sources import Sources
 from hp_platform import get_platform
 from hp_platform.extend import TreeSum
 
-__all__ = ["PieceSums", "in_pieces"]
-
 T = torch.Tensor
 _ALIGNMENT = 64
 

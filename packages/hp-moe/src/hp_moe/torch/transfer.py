@@ -18,8 +18,6 @@ from torch.autograd.function import once_differentiable
 from hp_platform import get_platform
 from hp_platform.torch.heavy import exchanged
 
-__all__ = ["Gathered", "Nowhere", "Scattered", "Travel"]
-
 T = torch.Tensor
 
 

@@ -12,10 +12,6 @@ from mindspore import Tensor
 
 from hp_offload.port import ALIGNMENT
 
-__all__ = [
-    "address", "copy_back", "copy_out", "empty_like", "fill", "free", "host", "nbytes", "storage", "streams", "wait",
-]  # fmt: skip
-
 
 def streams() -> tuple[None, None]:
     """Have no streams: copies are done at once."""

@@ -15,21 +15,6 @@ from hp_offload.groups import Entry, GroupRun, name_of_group
 from hp_offload.manager import SwapManager
 from hp_offload.policies import CheckpointPolicy, checked_swap_answer
 
-__all__ = [
-    "apply",
-    "before_first_step",
-    "checkpoint",
-    "is_module",
-    "is_tensor",
-    "run_excluded",
-    "saving",
-    "share",
-    "swap",
-    "swap_tensor",
-    "trace",
-    "wrap",
-]
-
 Function = Callable[..., Any]
 
 

@@ -10,10 +10,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hp_offload.port import ALIGNMENT
 from hp_platform import get_platform
 
-__all__ = [
-    "address", "copy_back", "copy_out", "empty_like", "fill", "free", "host", "nbytes", "storage", "streams", "wait",
-]  # fmt: skip
-
 Storage = torch.UntypedStorage
 Stream = Any
 Event = Any

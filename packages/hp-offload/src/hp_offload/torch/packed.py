@@ -6,8 +6,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Kept", "Packed", "address_of", "changed", "plain_torch", "unpack", "version_of"]
-
 T = torch.Tensor
 plain_torch = torch._C.DisableTorchFunctionSubclass  # DTensors are packed by their local parts
 

@@ -30,8 +30,6 @@ from hp_offload.torch.regions.sites import KeptOutput, Key, SitePasses
 from hp_offload.torch.swapping import SwapRun, stays
 from hp_platform.torch.heavy import mark
 
-__all__ = ["apply"]
-
 T = torch.Tensor
 KEEP, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE
 

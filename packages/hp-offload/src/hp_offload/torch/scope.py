@@ -20,8 +20,6 @@ from hp_offload.torch.regions.sites import Computed
 from hp_offload.torch.swapping import SwapRun
 from hp_platform.frames import frame
 
-__all__ = ["Scope", "current_scope", "run_excluded", "running", "tag"]
-
 T = torch.Tensor
 
 

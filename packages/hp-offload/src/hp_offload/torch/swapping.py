@@ -21,8 +21,6 @@ from hp_offload.manager import SwapManager
 from hp_offload.policies import CheckpointPolicy, checked_swap_answer
 from hp_offload.torch.packed import Kept, Packed, changed, plain_torch, unpack, version_of
 
-__all__ = ["SwapRun", "stays", "swapping"]
-
 T = torch.Tensor
 _native = torch._C._disabled_torch_dispatch_impl
 

@@ -28,8 +28,6 @@ from hp_platform import get_platform
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import mark
 
-__all__ = ["trace"]
-
 T = torch.Tensor
 
 

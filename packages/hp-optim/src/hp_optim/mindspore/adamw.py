@@ -13,8 +13,6 @@ from hp_dtensor.mindspore.extend import local_view
 from hp_optim.mindspore.muon import unnamed
 from hp_optim.options import check_gradients, check_group
 
-__all__ = ["AdamW"]
-
 
 class AdamW(optim.AdamW):
     """``mindspore.experimental.optim.AdamW`` for plain Parameters and DTensors of any layout.

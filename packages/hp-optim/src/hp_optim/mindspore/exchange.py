@@ -17,8 +17,6 @@ from hp_optim.muon.index_copy import gathers_of
 from hp_optim.muon.ownership import OwnerPlan
 from hp_platform import collectives, get_platform
 
-__all__ = ["Exchanger"]
-
 
 class Exchanger:
     """One rank's part of a plan, for local tensors of given shapes.

@@ -23,8 +23,6 @@ from hp_optim.options import broken_gradient, check_gradients, check_group, chec
 from hp_platform import get_platform
 from hp_platform.extend import own_rank
 
-__all__ = ["Muon", "unnamed"]
-
 
 class Muon(Optimizer):
     """See `hp_optim.Muon` on PyTorch, whose arguments these are; names are those of the Parameters.

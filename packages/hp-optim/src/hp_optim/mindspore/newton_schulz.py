@@ -12,8 +12,6 @@ from typing import Any
 import mindspore
 from mindspore import Tensor, ops
 
-__all__ = ["compute_dtype", "orthogonalize", "scalar"]
-
 Triple = tuple[float, float, float]
 _RESTART = 5
 

@@ -11,8 +11,6 @@ import numpy as np
 from hp_optim.muon.ownership import Exchange
 from hp_optim.muon.pieces import Region
 
-__all__ = ["Gathers", "gathers_of", "view"]
-
 
 @dataclass(frozen=True)
 class Gathers:

@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isqrt
 
-__all__ = ["Relays"]
-
 
 @dataclass(frozen=True)
 class Relays:

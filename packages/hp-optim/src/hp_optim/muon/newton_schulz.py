@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NS_DTYPES", "NS_VARIANTS", "Orthogonalization"]
-
 NS_DTYPES = ("float64", "float32", "bfloat16")
 """Dtypes of the products."""
 

@@ -22,8 +22,6 @@ from hp_dtensor import Placement
 from hp_optim.muon.pieces import Part, Region, joined, paired, parts_of
 from hp_optim.muon.rules import Matrix
 
-__all__ = ["Batch", "Exchange", "OwnerPlan", "Placed", "assign"]
-
 SLACK = 0.02
 """How much more than it must a rank may have to do to keep matrices where they are, as a part of the mean work."""
 

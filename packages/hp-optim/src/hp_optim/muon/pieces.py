@@ -19,8 +19,6 @@ from hp_dtensor import Placement, RaggedShard
 from hp_dtensor.extend import Box, boxes, local_shape
 from hp_optim.muon.rules import Matrix
 
-__all__ = ["Part", "Piece", "Region", "flat_region", "joined", "paired", "parts_of"]
-
 
 @dataclass(frozen=True)
 class Region:

@@ -10,8 +10,6 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from math import prod
 
-__all__ = ["HEAD_WISE_PATTERNS", "Matrix", "MatrixRule", "all_rules", "rule_of", "split"]
-
 _TOKEN = re.compile(r"\(([^()]*)\)|([A-Za-z_]\w*)|(\S)")
 
 

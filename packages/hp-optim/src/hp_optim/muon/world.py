@@ -12,8 +12,6 @@ from hp_optim.muon.ownership import OwnerPlan, Placed, assign
 from hp_optim.muon.rules import Matrix
 from hp_platform.extend import own_rank
 
-__all__ = ["owner_plan", "placed_as", "world_of"]
-
 
 def placed_as(
     name: str, shape: Sequence[int], spec: Any, matrices: tuple[Matrix, ...], settings: Orthogonalization

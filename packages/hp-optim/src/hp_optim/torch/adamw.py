@@ -16,8 +16,6 @@ from hp_optim.torch.states.blocks import Block, Members, Resident
 from hp_optim.torch.states.copies import compact
 from hp_optim.torch.states.loaded import Moved, begin_anew
 
-__all__ = ["AdamW"]
-
 _plain = torch._C.DisableTorchFunctionSubclass
 _KEPT = ("skip_nonfinite", "_places", "_step_supports_amp_scaling")
 T = TypeVar("T")

@@ -24,8 +24,6 @@ from hp_optim.torch.states.quantized import (
 )
 from hp_optim.torch.states.transfers import held, release
 
-__all__ = ["AdamW8bit"]
-
 _plain = torch._C.DisableTorchFunctionSubclass
 _CODES = {"exp_avg": "exp_avg_code", "exp_avg_sq": "exp_avg_sq_code"}
 _SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}

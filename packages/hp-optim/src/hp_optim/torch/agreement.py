@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["told"]
-
 _TOLD = ("lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
 
 

@@ -16,8 +16,6 @@ from hp_optim.torch.agreement import told
 from hp_optim.torch.exchanges.layouts import local_device
 from hp_platform import collectives, get_platform
 
-__all__ = ["broken_gradients"]
-
 _LARGEST = 2**24 - 1
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 

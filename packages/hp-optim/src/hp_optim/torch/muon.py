@@ -27,8 +27,6 @@ from hp_optim.torch.states.momenta import Momenta
 from hp_optim.torch.states.transfers import release
 from hp_platform.extend import own_rank
 
-__all__ = ["Muon"]
-
 _plain = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]

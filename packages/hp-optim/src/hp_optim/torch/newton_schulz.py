@@ -20,8 +20,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["compute_dtype", "orthogonalize"]
-
 Triple = tuple[float, float, float]
 _AT_ONCE = 1 << 26
 """Elements that are computed together, so that the temporaries stay small beside a model."""

@@ -27,8 +27,6 @@ from hp_pipeline.port import port
 from hp_pipeline.stages.layouts import TensorLayout, distributed
 from hp_platform import get_platform
 
-__all__ = ["FAILED", "Again", "Channel", "Failed", "Message"]
-
 _SAME, _DESCRIBED, _BROKEN = range(3)
 _NO_LAYOUTS: Mapping[int, TensorLayout] = MappingProxyType({})
 

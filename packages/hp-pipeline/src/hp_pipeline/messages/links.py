@@ -18,8 +18,6 @@ from hp_pipeline.port import port
 from hp_platform import get_platform
 from hp_platform.groups import when_groups_end
 
-__all__ = ["Link", "links"]
-
 WINDOW = 2
 """How many messages of a channel are received ahead, where the backend can."""
 

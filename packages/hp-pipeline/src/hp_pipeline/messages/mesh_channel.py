@@ -20,8 +20,6 @@ from hp_pipeline.messages.channels import Channel, Failed, Message
 from hp_pipeline.port import port
 from hp_pipeline.stages.layouts import TensorLayout
 
-__all__ = ["End", "MeshChannel", "moves"]
-
 Box = tuple[tuple[int, int], ...]
 """Of each dim of a global tensor, where a part begins and ends."""
 

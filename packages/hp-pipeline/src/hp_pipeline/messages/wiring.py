@@ -16,9 +16,6 @@ from hp_pipeline.stages.layouts import axes_of, place_of
 from hp_pipeline.stages.stage import PipelineStage
 from hp_platform import get_platform
 
-__all__ = ["AnyChannel", "Key", "Piece", "keys_of", "message_counts", "open_channels", "pipeline_ranks", "receipts"]
-
-
 # ---- messages received before one is sent ----
 _T = MetaStepType
 Key = tuple[int, int, bool]

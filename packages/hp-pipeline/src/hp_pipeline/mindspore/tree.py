@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["flatten", "unflatten"]
-
 
 class Structure(NamedTuple):
     """A container without its leaves.

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from hp_pipeline.orders.pipeline import Pipeline
 from hp_pipeline.orders.steps import MetaStep, MetaStepType, Order
 
-__all__ = ["block_order", "turns"]
-
 _T = MetaStepType
 _PERIOD = 6
 

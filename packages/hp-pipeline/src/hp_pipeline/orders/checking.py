@@ -41,9 +41,6 @@ from hp_pipeline.orders.steps import (
     computing,
 )
 
-__all__ = ["HookRole", "Meeting", "Meetings", "backward_meetings", "check", "check_meetings"]
-
-
 # ---- meetings of a forward and a backward that run together ----
 
 

@@ -12,9 +12,6 @@ from hp_pipeline.orders.pipeline import Pipeline
 from hp_pipeline.orders.simulation import halves
 from hp_pipeline.orders.steps import MetaStep, MetaStepType, Order, compute_parts, computing
 
-__all__ = ["fill", "greedy"]
-
-
 # ---- filling waits with weight gradients ----
 _T = MetaStepType
 

@@ -8,8 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from hp_pipeline.orders.pipeline import Pipeline
 from hp_pipeline.orders.steps import BACKWARDS, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts
 
-__all__ = ["is_lowered", "lower"]
-
 _T = MetaStepType
 Piece = tuple[int | None, int]
 _GRADIENTS = frozenset({_T.BACKWARD, _T.BACKWARD_WEIGHT})

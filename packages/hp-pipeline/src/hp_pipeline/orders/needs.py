@@ -15,9 +15,6 @@ from collections.abc import Collection
 from hp_pipeline.orders.pipeline import Pipeline
 from hp_pipeline.orders.steps import MetaStep, MetaStepType, Order, compute_parts
 
-__all__ = ["Needs", "changes", "held_bytes", "needs_of", "open_forwards", "peak_bytes"]
-
-
 # ---- memory, step by step ----
 _T = MetaStepType
 

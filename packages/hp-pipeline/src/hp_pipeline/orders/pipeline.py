@@ -9,8 +9,6 @@ from typing import Literal
 
 from hp_pipeline.orders.steps import MetaStepType
 
-__all__ = ["UNIT", "Costs", "Pipeline", "Shape", "placed"]
-
 PerStage = float | tuple[float, ...]
 Shape = Literal["line", "loop", "v", "w"]
 

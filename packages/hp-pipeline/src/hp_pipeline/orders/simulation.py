@@ -10,8 +10,6 @@ from hp_pipeline.orders.needs import needs_of, peak_bytes
 from hp_pipeline.orders.pipeline import Pipeline
 from hp_pipeline.orders.steps import BACKWARDS, MetaStep, MetaStepType, Order, compute_parts, computing
 
-__all__ = ["Span", "Trace", "halves", "simulate"]
-
 _T = MetaStepType
 
 

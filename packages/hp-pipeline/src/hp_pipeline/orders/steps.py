@@ -13,19 +13,6 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = [
-    "BACKWARDS",
-    "COMPUTE",
-    "SHARDING",
-    "SWAPPING",
-    "TRANSFERS",
-    "MetaStep",
-    "MetaStepType",
-    "Order",
-    "compute_parts",
-    "computing",
-]
-
 
 class MetaStepType(enum.Enum):
     """Types of steps; a value is the short form of a type in texts.

@@ -14,8 +14,6 @@ from hp_pipeline.orders.pipeline import Pipeline
 from hp_pipeline.orders.simulation import Trace, halves, simulate
 from hp_pipeline.orders.steps import Order
 
-__all__ = ["synthesize"]
-
 _FORMULAS: tuple[Callable[[Pipeline], Order], ...] = (
     schedules.gpipe,
     schedules.one_f_one_b,

@@ -21,9 +21,6 @@ from hp_pipeline.port import port
 from hp_platform import get_platform
 from hp_platform.extend import FailedRankError, agree, share_bytes
 
-__all__ = ["Agreement", "GivingUp", "PipelineError"]
-
-
 # ---- ending a run that cannot end ----
 _POLL = 0.1
 

@@ -13,9 +13,6 @@ from typing import Any
 from hp_pipeline.orders.checking import HookRole, Meeting
 from hp_pipeline.port import port
 
-__all__ = ["CommComputeOverlap", "HookCoordinator", "OtherFailed"]
-
-
 # ---- threads that meet: see Note [Meetings] ----
 _FORWARD, _BACKWARD = 0, 1
 _SIDES = ("forward", "backward")

@@ -41,7 +41,6 @@ from hp_platform.extend import FailedRankError
 if TYPE_CHECKING:
     from hp_pipeline.running.schedule import PipelineSchedule
 
-__all__ = ["Runner"]
 
 _T = MetaStepType
 

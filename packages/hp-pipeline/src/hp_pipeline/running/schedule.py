@@ -29,8 +29,6 @@ from hp_pipeline.stages.shared import copies
 from hp_pipeline.stages.stage import PipelineStage
 from hp_platform import get_platform
 
-__all__ = ["PipelineSchedule"]
-
 Custom = Callable[..., Any]
 Steps = Mapping[int, str | Iterable[MetaStep]]
 

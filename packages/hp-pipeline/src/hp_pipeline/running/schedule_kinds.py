@@ -11,20 +11,6 @@ from hp_pipeline.orders.pipeline import Shape
 from hp_pipeline.running.schedule import PipelineSchedule
 from hp_pipeline.stages.stage import PipelineStage
 
-__all__ = [
-    "Schedule1F1B",
-    "ScheduleDualPipeV",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleSeqPP",
-    "ScheduleVHalf",
-    "ScheduleVMin",
-    "ScheduleZB1P",
-    "ScheduleZBV",
-]
-
 
 class ScheduleGPipe(PipelineSchedule):
     """All forwards, then all backwards: see ``schedules.gpipe``."""

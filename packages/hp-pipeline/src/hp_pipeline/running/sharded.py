@@ -18,8 +18,6 @@ from hp_pipeline.orders.pipeline import Pipeline
 from hp_pipeline.orders.steps import COMPUTE, SHARDING, SWAPPING, MetaStepType, Order, compute_parts
 from hp_pipeline.port import ShardedModule, port
 
-__all__ = ["ShardedStage", "lowered", "refuse_order"]
-
 _T = MetaStepType
 
 

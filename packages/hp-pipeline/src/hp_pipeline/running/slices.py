@@ -18,21 +18,6 @@ from hp_pipeline.messages.channels import Message
 from hp_pipeline.port import Arrival, port
 from hp_pipeline.stages.stage import PipelineStage
 
-__all__ = [
-    "Arrived",
-    "BATCH",
-    "BatchDimSpec",
-    "Dim",
-    "Flow",
-    "KEYWORD",
-    "SEQUENCE",
-    "SequenceState",
-    "check_slices",
-    "cut",
-    "whole_losses",
-]
-
-
 # ---- cutting a batch ----
 
 

@@ -10,8 +10,6 @@ from hp_pipeline.orders.steps import MetaStepType
 from hp_pipeline.port import Swapper
 from hp_pipeline.running.slices import Flow
 
-__all__ = ["MOVES", "swapper_of"]
-
 _T = MetaStepType
 
 MOVES: dict[_T, Callable[[Flow], None]] = {

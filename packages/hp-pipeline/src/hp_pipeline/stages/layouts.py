@@ -16,8 +16,6 @@ from typing import Any
 
 from hp_pipeline.port import port
 
-__all__ = ["TensorLayout", "axes_of", "distributed", "mesh_like", "place_of"]
-
 
 @dataclass(frozen=True)
 class TensorLayout:

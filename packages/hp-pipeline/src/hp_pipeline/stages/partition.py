@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["Unit", "partition"]
-
 
 @dataclass(frozen=True)
 class Unit:

@@ -26,7 +26,6 @@ from hp_platform import get_platform
 if TYPE_CHECKING:
     from hp_pipeline.stages.stage import PipelineStage
 
-__all__ = ["SharedParameterInfo", "SharedParameters", "copies"]
 
 Weight = tuple[tuple[int, ...], int]
 """A shared weight: its stages, and its place among those that these stages share."""

@@ -26,9 +26,6 @@ from hp_pipeline.stages.stage import PipelineStage
 from hp_platform import get_platform
 from hp_platform.extend import load_port
 
-__all__ = ["Operations", "Outline", "Split", "StageSummary", "merge_names", "split_model"]
-
-
 # ---- names of a part of a model ----
 
 

@@ -9,8 +9,6 @@ from hp_pipeline.port import port
 from hp_pipeline.stages.layouts import TensorLayout, mesh_like
 from hp_pipeline.stages.shared import SharedParameterInfo
 
-__all__ = ["PipelineStage"]
-
 
 class PipelineStage:
     """A part of a model in a pipeline.

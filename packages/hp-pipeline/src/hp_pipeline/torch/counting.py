@@ -11,8 +11,6 @@ from torch import nn
 from hp_pipeline.stages.partition import Unit
 from hp_pipeline.stages.split import Operations
 
-__all__ = ["count_operations", "count_unit"]
-
 
 def count_operations(model: nn.Module, config: Any) -> Operations:
     """Count a causal model's operations by its shapes.

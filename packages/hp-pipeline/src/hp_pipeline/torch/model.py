@@ -10,8 +10,6 @@ from torch import nn
 from hp_pipeline.running.schedule import PipelineSchedule
 from hp_pipeline.stages.split import merge_names
 
-__all__ = ["PipelinedModel"]
-
 
 class PipelinedModel(nn.Module):
     """This rank's stages of a model, and the schedule that runs them.

@@ -14,8 +14,6 @@ from hp_pipeline.torch.counting import count_unit
 from hp_pipeline.torch.stages import REFUSED, Cut, cut_stage
 from hp_pipeline.torch.tracing import text_config, trace
 
-__all__ = ["outline"]
-
 T = torch.Tensor
 _LENGTH = 128
 

@@ -12,8 +12,6 @@ from torch import nn
 
 from hp_pipeline.torch.stand_ins import FORMS, PassThrough, Relay, copied, placeholder, without_parameters
 
-__all__ = ["IGNORED", "Cut", "count_labels", "cut_stage", "shared_names"]
-
 T = torch.Tensor
 
 IGNORED = -100

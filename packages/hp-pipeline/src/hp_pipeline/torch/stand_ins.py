@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["FORMS", "Form", "PassThrough", "Relay", "copied", "placeholder", "without_parameters"]
-
 T = torch.Tensor
 
 Form = Callable[[T, Any], Any]

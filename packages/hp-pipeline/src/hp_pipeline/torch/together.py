@@ -11,8 +11,6 @@ from torch.utils import _pytree as pytree
 
 from hp_platform.frames import current_frame, frame
 
-__all__ = ["hooked", "surroundings"]
-
 
 def surroundings() -> Callable[[], AbstractContextManager[Any]] | None:
     """Return what another thread enters to compute as this one does; None where modes of this thread forbid it."""

@@ -27,8 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hp_pipeline.torch.stages import Cut, cut_stage, shared_names
 from hp_pipeline.torch.stand_ins import FORMS, Form, PassThrough, Relay, copied
 
-__all__ = ["text_config", "trace"]
-
 T = torch.Tensor
 _PLAIN = ("ForMaskedLMLoss", "ForTokenClassification")
 

@@ -22,8 +22,6 @@ from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_platform import collectives
 from hp_platform.extend import agree, share_bytes
 
-__all__ = ["SharedSamples", "agree_on_plan", "take_first_weights"]
-
 _SECTIONS = ("mesh", "styles", "context", "pipeline", "fsdp", "experts", "memory", "compile")  # that `apply` reads
 _SHOWN = 3  # names in a text
 

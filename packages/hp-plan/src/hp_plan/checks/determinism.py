@@ -5,8 +5,6 @@ from __future__ import annotations
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic
 
-__all__ = ["check_deterministic"]
-
 _ORDERS = {
     "pp": "gradients of stages are added up in the order of their schedule",
     "cp": "the ranks of cp add up parts of one sample",

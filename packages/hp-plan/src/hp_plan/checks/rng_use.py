@@ -15,8 +15,6 @@ from collections.abc import Callable
 from hp_plan.plan import ParallelPlan, data_parallel_place
 from hp_platform import get_platform
 
-__all__ = ["draws"]
-
 
 def draws(plan: ParallelPlan, micro_batches: int) -> Callable[[int], None]:
     """Begin a step's draws; call the result with the number of each micro-batch before it.

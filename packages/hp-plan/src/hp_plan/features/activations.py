@@ -12,8 +12,6 @@ from hp_plan.reading.diagnostics import Diagnostic
 from hp_plan.structure.outline import ModelOutline, matches_nothing, matching, never_called
 from hp_platform import get_platform
 
-__all__ = ["check_activations", "check_saving", "save_less"]
-
 _WRAPPERS = {"recompute": hp_offload.checkpoint_wrapper, "swap": hp_offload.swap_wrapper}
 
 

@@ -11,8 +11,6 @@ from hp_plan.sections import AdapterSection
 from hp_plan.structure.outline import matches, matches_nothing
 from hp_platform import get_platform
 
-__all__ = ["ADAPTER", "base_name", "check_adapter", "check_frozen", "frozen", "is_of_adapter", "saved_name"]
-
 ADAPTER = "default"
 """The name under which peft keeps a plan's adapter."""
 

@@ -19,8 +19,6 @@ from hp_plan.structure.outline import (
 )
 from hp_platform import get_platform
 
-__all__ = ["check_compile", "check_compiled", "compile_blocks"]
-
 _AXES = {
     "tp": "its DTensors meet plain tensors inside of blocks",
     "cp": "attention that is spread over ranks is not traced",

@@ -22,8 +22,6 @@ from hp_plan.reading.diagnostics import Diagnostic
 from hp_plan.structure.outline import ModelOutline, generalise, matching
 from hp_styles.extend import SCATTERING, kv_copies, split_degrees
 
-__all__ = ["caps_logits", "check_attention", "check_context", "check_scattered", "check_sequence"]
-
 _LAYERS = ("full_attention", "sliding_attention")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob", "attn_dropout_prob")
 

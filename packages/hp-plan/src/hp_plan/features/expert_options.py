@@ -11,8 +11,6 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic
 from hp_plan.structure.outline import ModelOutline
 
-__all__ = ["check_expert_options", "check_style_options", "expert_style", "replicas"]
-
 _ALONE = {
     ("combine", "exact"): {
         "exchange": "all_gather adds results up on their way",

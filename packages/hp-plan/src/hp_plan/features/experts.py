@@ -23,20 +23,6 @@ from hp_plan.sections import MeshSection
 from hp_plan.structure.outline import ExpertsOutline, ModelOutline, ModuleOutline, generalise, matched_by, matching
 from hp_styles import parallelize_module
 
-__all__ = [
-    "EXPERT_STYLES",
-    "balances_alone",
-    "balancing_setting",
-    "check_auxiliary_loss",
-    "check_expert_axis",
-    "check_experts",
-    "expert_styles",
-    "expert_table",
-    "spread_experts",
-    "with_expert_axes",
-    "with_experts",
-]
-
 EXPERT_STYLES = {
     "expert_parallel": "whole experts on each rank of ep, tokens go to them and come back",
     "expert_tensor_parallel": "experts over ep, the features of each over tp",

@@ -11,8 +11,6 @@ from hp_plan.sections import AdapterSection, MemorySection, ObjectiveSection
 from hp_plan.structure.outline import ModelOutline
 from hp_platform import get_platform
 
-__all__ = ["check_objective", "check_scores", "has_copy", "reference_plan"]
-
 _PAIRS = ("dpo", "reward")
 _LEAVE = "leave [objective] out"
 

@@ -14,22 +14,6 @@ from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.structure.memory import check_states
 from hp_plan.structure.outline import ModelOutline, matched_by, matches, matches_nothing, matching
 
-__all__ = [
-    "Schedules",
-    "check_group_values",
-    "check_groups",
-    "check_tied_groups",
-    "group_of",
-    "grouped",
-    "lr_multiple",
-    "multiple_of_first",
-    "muon_and_adamw",
-    "optimized",
-    "scheduled_together",
-    "swapped",
-]
-
-
 # ---- groups of parameters ----
 
 

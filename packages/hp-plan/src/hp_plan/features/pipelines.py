@@ -16,8 +16,6 @@ from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.structure.memory import BYTES, training_bytes
 from hp_platform import get_platform
 
-__all__ = ["Choice", "Outlook", "check_pipeline", "check_split", "choose_order", "outlook"]
-
 # For each schedule the shape in which it places stages, and the function that writes its order.
 ORDERS: dict[str, tuple[Shape, Callable[[Pipeline], Order]]] = {
     "gpipe": ("line", schedules.gpipe),

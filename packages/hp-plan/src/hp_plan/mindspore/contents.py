@@ -13,8 +13,6 @@ from mindspore import Parameter, Tensor, nn
 from hp_dtensor import DTensor
 from hp_plan.mindspore.models import named_parameters
 
-__all__ = ["describe", "digests", "is_comparable", "named", "overwrite"]
-
 
 def named(model: nn.Cell) -> Iterator[tuple[str, Parameter]]:
     """List parameters, running statistics among them, each once."""

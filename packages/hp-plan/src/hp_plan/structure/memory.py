@@ -13,16 +13,6 @@ from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.structure.outline import ModelOutline, matched_by
 from hp_platform import get_platform
 
-__all__ = [
-    "BYTES",
-    "check_budget",
-    "check_memory",
-    "check_states",
-    "memory_left",
-    "host_bytes",
-    "training_bytes",
-]
-
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -17,8 +17,6 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic
 from hp_plan.structure.outline import ModelOutline
 
-__all__ = ["IGNORED", "Shares", "check_accumulation", "check_balance", "cut_rows", "share_out"]
-
 IGNORED = -100
 """The label that losses leave out."""
 

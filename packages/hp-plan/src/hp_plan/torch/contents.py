@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["describe", "digest", "digests", "is_comparable", "named", "overwrite"]
-
 _ROW = 1024  # numbers of 8 bytes
 
 

@@ -15,8 +15,6 @@ from hp_platform import collectives, groups
 from hp_platform.failures.peers import LostRankError
 from hp_platform.port import Group, port
 
-__all__ = ["agree", "describe", "gather_bytes", "share_bytes"]
-
 _DIGEST = 16
 _SHORT = 64  # bytes of a payload that is sent with its digest
 

@@ -25,8 +25,6 @@ from hp_platform.groups import is_initialized, own_rank
 from hp_platform.groups import size as world_size
 from hp_platform.port import port
 
-__all__ = ["TERMINAL", "breakpoint", "inspect_error", "open_debugger"]
-
 TERMINAL = "HYPER_PARALLEL_TERMINAL"
 """The variable that names the terminal of ranks whose launcher has taken away theirs."""
 _ROUND = 1.0  # seconds

@@ -30,18 +30,6 @@ from typing import Any
 from hp_platform.groups import number_of, when_groups_end
 from hp_platform.port import Handle, port
 
-__all__ = [
-    "Channel",
-    "Flight",
-    "FlightRecorder",
-    "Operation",
-    "beating",
-    "flight_stack",
-    "note_step",
-    "read_flight",
-    "record_flight",
-]
-
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier")
 PHASES = ("start", "step", "save", "validate", "end")
 STACKS = "stacks"

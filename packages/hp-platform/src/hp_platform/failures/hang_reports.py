@@ -12,8 +12,6 @@ from pathlib import Path
 from hp_platform.failures.flight import Flight, Operation, flight_stack
 from hp_platform.failures.hangs import Hang
 
-__all__ = ["ask_for_stacks", "axis_of", "describe_hang", "has_ended", "last_operation", "process_state", "send_signal"]
-
 _STACKS = 5.0  # seconds for ranks to write theirs
 _LINES = 24
 _NO_AXES: Mapping[str, int] = {}

@@ -16,8 +16,6 @@ from typing import Literal
 
 from hp_platform.failures.flight import Channel, Flight, Operation
 
-__all__ = ["Hang", "find_hang"]
-
 _SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # of as many bytes on every rank
 
 

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
-__all__ = ["Address", "Listener", "is_another", "own_host", "own_network"]
-
 _HELLO = 128  # bytes of a token and a rank, at the most
 _MESSAGE = 2**16
 _STRANGERS = 64

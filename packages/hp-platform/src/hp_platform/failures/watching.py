@@ -33,8 +33,6 @@ from hp_platform.failures.hangs import Hang, find_hang
 from hp_platform.failures.listening import own_network
 from hp_platform.groups import default_group, is_initialized, own_rank, when_groups_end
 
-__all__ = ["HangWatch", "watch_hangs"]
-
 _PREFIX = "hp-flights-"
 
 

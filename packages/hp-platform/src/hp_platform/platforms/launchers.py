@@ -13,8 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Place", "half_launched", "inside_launcher", "launch_command", "launcher_place", "speaks_for_ranks"]
-
 _COMMANDS = {
     "torch": "torchrun --standalone --nproc-per-node {0}",
     "mindspore": "msrun --worker_num={0} --local_worker_num={0}",

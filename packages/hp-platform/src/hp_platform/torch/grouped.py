@@ -24,8 +24,6 @@ import torch.nn.functional as F
 from hp_platform.frames import current_frame
 from hp_platform.torch.heavy import in_frame
 
-__all__ = ["grouped_linear", "held"]
-
 T = torch.Tensor
 _kernel = getattr(F, "grouped_mm", None)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

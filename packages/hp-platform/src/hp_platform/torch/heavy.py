@@ -26,18 +26,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hp_platform.frames import Frame, at_site, current_frame, current_site, frame
 
-__all__ = [
-    "EXCHANGE",
-    "DeferredGradients",
-    "KeptOutputs",
-    "Product",
-    "backward_in",
-    "exchanged",
-    "in_frame",
-    "linear",
-    "mark",
-]
-
 EXCHANGE = "exchange"
 """The site of every exchange: no module names those that a layout asks for."""
 

@@ -34,8 +34,6 @@ from hp_platform.failures.peers import (
 )
 from hp_platform.platforms.host import break_connections
 
-__all__ = ["Pending", "can_disconnect", "disconnect", "give_up", "leave", "meet", "raise_if_lost"]
-
 ProcessGroup = dist.ProcessGroup
 
 PATIENCE = timedelta(seconds=5)

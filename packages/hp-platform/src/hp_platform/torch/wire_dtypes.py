@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["SENT_AS", "sendable", "real"]
-
 real = torch.view_as_real  # backends know no complex numbers
 
 # Dtypes that gloo cannot send, and the dtype to send instead; None is for complex numbers, sent as their real view.

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["map_nested"]
-
 
 def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply ``function`` to a value, or to the items of lists and tuples of their own kind.

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["TreeSum", "subtrees"]
-
 T = TypeVar("T")
 
 

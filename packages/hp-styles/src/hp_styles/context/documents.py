@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from hp_styles.context.plan import chunk_order
 
-__all__ = ["Part", "Run", "Segment", "joined_parts", "plain_runs"]
-
 
 @dataclass(frozen=True)
 class Run:

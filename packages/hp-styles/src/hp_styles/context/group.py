@@ -11,8 +11,6 @@ from hp_platform import get_platform
 from hp_styles.context.plan import Degrees
 from hp_styles.context.ring import Links
 
-__all__ = ["ContextRanks", "UlyssesAxes"]
-
 
 @dataclass(frozen=True)
 class UlyssesAxes:

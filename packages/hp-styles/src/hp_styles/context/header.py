@@ -8,8 +8,6 @@ from itertools import groupby
 
 from hp_styles.context.documents import Part, Run
 
-__all__ = ["ERRORS", "SIZE", "Header", "check_alike", "check_refusals", "error_number"]
-
 ERRORS = (ValueError, TypeError, NotImplementedError, RuntimeError)  # the third is one of the fourth
 """Classes of errors that a rank raises; the others then raise one of the same class."""
 RUNS = 64

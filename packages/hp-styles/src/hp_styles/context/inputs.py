@@ -8,8 +8,6 @@ from typing import Any
 from hp_styles import port
 from hp_styles.context.plan import Settings
 
-__all__ = ["check_output", "find_input", "with_inputs"]
-
 Tensor = Any
 
 

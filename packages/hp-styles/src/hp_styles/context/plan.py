@@ -20,18 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = [
-    "Block",
-    "Degrees",
-    "Settings",
-    "chunk_order",
-    "chunks_of",
-    "divided",
-    "kv_copies",
-    "ring_blocks",
-    "split_degrees",
-]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -15,8 +15,6 @@ from typing import Any
 from hp_platform import get_platform
 from hp_styles.context.plan import Block, Degrees
 
-__all__ = ["Links", "come_around", "return_gradients"]
-
 Tensor = Any
 
 

@@ -15,8 +15,6 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Round", "Rounds"]
-
 
 @dataclass
 class Round:

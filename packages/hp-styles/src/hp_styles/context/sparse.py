@@ -18,17 +18,6 @@ from hp_styles import port
 from hp_styles.base import ParallelStyle
 from hp_styles.checks import check_mesh
 
-__all__ = [
-    "AsyncDSAIndexerContextParallel",
-    "AsyncDSAIndexerLossContextParallel",
-    "AsyncDSASparseAttentionContextParallel",
-    "DSAIndexerContextParallel",
-    "DSAIndexerLossContextParallel",
-    "DSASparseAttentionContextParallel",
-    "EarlySparseStyle",
-    "SparseStyle",
-]
-
 
 @dataclass(kw_only=True, eq=False)
 class SparseStyle(ParallelStyle):

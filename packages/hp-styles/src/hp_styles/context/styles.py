@@ -14,14 +14,6 @@ from hp_styles.checks import check_mesh
 from hp_styles.context.plan import Settings
 from hp_styles.context.rounds import Rounds
 
-__all__ = [
-    "AsyncContextParallel",
-    "ContextParallel",
-    "context_parallel",
-    "context_parallel_shard",
-    "context_parallel_unshard",
-]
-
 
 class ContextParallel(ParallelStyle):
     """Attention over a full sequence of which each rank of the mesh axis holds a part.

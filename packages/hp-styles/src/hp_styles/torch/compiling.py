@@ -23,8 +23,6 @@ from hp_dtensor.torch.extend import (
 from hp_styles import checks as widths
 from hp_styles import inputs
 
-__all__: list[str] = []
-
 
 @traces_as(inputs._is_tensor)
 def _is_tensor(value: Any) -> bool:

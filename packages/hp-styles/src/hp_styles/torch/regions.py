@@ -14,8 +14,6 @@ from hp_dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 from hp_dtensor.torch.extend import compare_generators
 from hp_styles.inputs import NotPickled, hook
 
-__all__ = ["divide_inside", "run_experts", "run_pointwise", "run_replicated"]
-
 SUMMED_ONCE = ("down_proj_bias",)
 Placements = list[Placement]
 

@@ -12,8 +12,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ended", "processor_seconds", "rank_processes"]
-
 
 @contextlib.contextmanager
 def rank_processes(

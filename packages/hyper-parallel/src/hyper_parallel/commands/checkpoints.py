@@ -15,8 +15,6 @@ from hp_checkpoint.extend import diff, faults, metrics_in, prune, steps_in, summ
 from hyper_parallel.port import merging
 from hyper_parallel.reports.output import CHECKPOINTS, newest_checkpoint
 
-__all__ = ["app"]
-
 ADAPTER_CONFIG = "adapter_config.json"
 Folder = Annotated[
     Path,

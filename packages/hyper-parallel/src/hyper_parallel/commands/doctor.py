@@ -21,8 +21,6 @@ from hp_platform.extend import PLATFORMS, SettingError, inside_launcher, share_b
 from hyper_parallel.launching.ranks import run_ranks
 from hyper_parallel.reports.run_metadata import versions
 
-__all__ = ["Finding", "examine_machine", "reach"]
-
 State = Literal["ok", "note", "fault"]
 _PATIENCE = 120.0  # seconds for two ranks to start and to meet; a hang, not a slow machine
 _SHARED = 1 << 30

@@ -11,8 +11,6 @@ from hp_plan.extend import Choice, Outlook
 if TYPE_CHECKING:
     from rich.table import Column, Table
 
-__all__ = ["advice", "as_dict", "ranks_table", "title"]
-
 
 def as_dict(outlook: Outlook) -> dict[str, Any]:
     """Return the numbers of a plan's order, and of a faster one if there is one."""

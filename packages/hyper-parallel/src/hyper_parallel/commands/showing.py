@@ -20,8 +20,6 @@ from hyper_parallel.data.tokenization.tokenized import tokenizer_of
 from hyper_parallel.data.tokenization.tokenizing import Tokenizer, read_tokenizer
 from hyper_parallel.reports.display import make_console
 
-__all__ = ["Shown", "documents", "show"]
-
 _OPEN, _CLOSE = "\u27e6", "\u27e7"  # around what is trained, where there are no colours
 
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from hp_plan import Diagnostic, ParallelPlan
 
-__all__ = ["Request", "check_request", "job_script"]
-
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 _OPTION = re.compile(r"[a-z][a-z-]*(=.+)?", re.DOTALL)
 _OURS = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gpus-per-task", "signal", "time", "chdir")

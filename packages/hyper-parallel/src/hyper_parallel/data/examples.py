@@ -25,8 +25,6 @@ from hyper_parallel.data.documents import read_rows
 from hyper_parallel.data.errors import DataError
 from hyper_parallel.data.tokenization.tokenizing import Tokenizer
 
-__all__ = ["FORMATS", "Example", "Examples", "chat_digest", "chat_of"]
-
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt-completion": ("prompt", "completion"),

@@ -27,8 +27,6 @@ from hp_platform.extend import Place, init_on_this_machine, inside_launcher, wat
 from hyper_parallel.launching.launch import RankFailure
 from hyper_parallel.port import rank_process
 
-__all__ = ["run_ranks"]
-
 _GRACE = 3.0  # seconds for the other ranks to say what became of them, after one has failed
 _PROGRAM = "from hyper_parallel.launching.ranks import main; main()"
 

@@ -26,8 +26,6 @@ from hyper_parallel.reports.output import (
     steps_at_end,
 )
 
-__all__ = ["report_page"]
-
 _POINTS = 2000  # of a curve; more become means of neighbours
 _RANKS = 64  # of which each has a cell
 _STYLE = """

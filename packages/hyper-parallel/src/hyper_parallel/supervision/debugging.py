@@ -10,8 +10,6 @@ from typing import Any
 
 from hp_platform.extend import TERMINAL, Place, inspect_error, open_debugger
 
-__all__ = ["debugged", "hand_over_terminal"]
-
 
 def hand_over_terminal() -> None:
     """Name this process's terminal to ranks, which have no standard input, and keep it free of a live display."""

@@ -8,8 +8,6 @@ from pathlib import Path
 from hp_platform.extend import Place
 from hyper_parallel.launching.launch import EXPLAINED, Job
 
-__all__ = ["ended_alike", "leave_together", "tell_end"]
-
 _PATIENCE = 2.0
 _LAST = 120.0
 _POLL = 0.02

@@ -15,8 +15,6 @@ from hp_platform.extend import read_flight
 from hyper_parallel.launching.launch import Job
 from hyper_parallel.reports.output import CHECKPOINTS, WARNINGS
 
-__all__ = ["KeptWarnings", "keeping_warnings", "note", "show_notes"]
-
 _NOTES = "notes"
 
 

@@ -31,8 +31,6 @@ from hp_platform.extend import (
     send_signal,
 )
 
-__all__ = ["Watch", "last_move", "watching"]
-
 _PATIENCE = 6  # times the limit: for the start, with the first step, for saves, validations and the end
 
 

@@ -22,8 +22,6 @@ from hyper_parallel.port import Trainer, training
 from hyper_parallel.reports.output import OutputError, newest_checkpoint
 from hyper_parallel.training.validation import mean_values
 
-__all__ = ["Evaluation", "check_checkpoint", "check_parts", "evaluate"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:

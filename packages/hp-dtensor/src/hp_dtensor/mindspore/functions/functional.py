@@ -15,8 +15,6 @@ from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, local_view, redistribute, wrap
 
-__all__ = ["DFunction", "parallelize_value_and_grad"]
-
 
 def parallelize_value_and_grad(
     fn: Callable[..., Any],

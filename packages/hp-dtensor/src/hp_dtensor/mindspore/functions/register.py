@@ -17,8 +17,6 @@ from hp_dtensor.rules.acceptable import check_results, choose
 from hp_dtensor.rules.factors import Solution
 from hp_platform.extend import map_nested
 
-__all__ = ["register_sharding"]
-
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 

@@ -19,8 +19,6 @@ from mindspore.graph._utils import pijit_context
 from hp_dtensor.mindspore.backward.autograd import local_only
 from hp_dtensor.mindspore.dtensor import DTensor
 
-__all__ = ["install"]
-
 _DEEPEST = 4
 """The depth to which nested containers, closures and bound methods are searched."""
 

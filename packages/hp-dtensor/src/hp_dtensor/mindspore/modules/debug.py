@@ -15,8 +15,6 @@ from hp_dtensor.debugging.debug import Names, running
 from hp_dtensor.mindspore.modules.shard_module import named_modules
 from hp_platform.extend import attributed_modules
 
-__all__ = ["Modules"]
-
 
 class Modules:
     """The running Cells, read from the frames."""

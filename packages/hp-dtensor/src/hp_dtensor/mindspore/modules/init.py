@@ -15,8 +15,6 @@ from hp_dtensor.mindspore.modules.parameter import DParameter, set_local
 from hp_dtensor.mindspore.moves.redistribute import execute
 from hp_platform import get_platform
 
-__all__ = ["init_empty_weights", "init_on_device", "init_parameters"]
-
 
 @contextlib.contextmanager
 def init_empty_weights() -> Iterator[None]:

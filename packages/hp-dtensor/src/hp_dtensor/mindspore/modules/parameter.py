@@ -21,8 +21,6 @@ from hp_dtensor.mindspore.backward.autograd import local_mode, local_only
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, unwrap, wrap
 from hp_dtensor.mindspore.moves.redistribute import execute
 
-__all__ = ["DParameter", "set_local", "states_by_name"]
-
 
 def set_local(parameter: Parameter, local: Tensor) -> None:
     """Set ``local`` as the data of a Parameter; see Note [The shape that a Parameter remembers].

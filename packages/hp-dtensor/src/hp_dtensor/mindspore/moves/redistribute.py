@@ -18,8 +18,6 @@ from hp_dtensor.redistribution.steps import AllReduce, AllToAll, ReduceScatter, 
 if TYPE_CHECKING:
     from hp_dtensor.layout.spec import TensorSpec
 
-__all__ = ["execute", "own_dtypes"]
-
 
 @contextlib.contextmanager
 def own_dtypes() -> Iterator[None]:

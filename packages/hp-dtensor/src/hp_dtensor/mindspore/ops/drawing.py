@@ -16,8 +16,6 @@ from hp_dtensor.mindspore.backward.autograd import local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.mindspore.moves.redistribute import execute
 
-__all__ = ["DRAWING", "draw"]
-
 DRAWING = frozenset({"Dropout", "DropoutExt"})
 """Names of kernels: of a tensor and more, the result and its mask."""
 

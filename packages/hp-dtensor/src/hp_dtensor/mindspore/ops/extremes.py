@@ -19,8 +19,6 @@ from hp_dtensor.mindspore.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.rules.library import dims_argument
 from hp_platform import get_platform
 
-__all__ = ["EXTREMES", "extreme", "looked_up"]
-
 EXTREMES = {"ReduceMax": "max", "ReduceMin": "min"}
 """The reduction of each kernel."""
 

@@ -23,8 +23,6 @@ from hp_dtensor.mindspore.ops.dispatching.dispatch import run_kernel
 from hp_dtensor.mindspore.ops.views import before_write
 from hp_dtensor.ops.planning import Call
 
-__all__ = ["get_item", "set_item"]
-
 
 def _expanded(index: Any, ndim: int) -> list[Any]:
     """Return the index with ``...`` expanded, with one entry per dim and one for each None."""

@@ -12,8 +12,6 @@ from hp_dtensor.mindspore.ops.dispatching import shapes
 from hp_dtensor.mindspore.ops.dispatching.bindings import bind
 from hp_dtensor.ops.planning import Call
 
-__all__: list[str] = []
-
 _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 """As kernels number them."""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from hp_dtensor.mindspore.backward.autograd import local_only
 
-__all__ = ["VIEWS", "before_write", "note_view"]
-
 VIEWS = frozenset(
     """__getitem__ BroadcastTo BroadcastToView Chunk ChunkView ExpandAs ExpandDims ExpandDimsView Flatten
     FlattenExt Narrow NarrowView Reshape SelectExt SelectExtView Slice Split SplitTensor SplitTensorView

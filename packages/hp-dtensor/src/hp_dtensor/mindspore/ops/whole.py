@@ -18,8 +18,6 @@ from hp_dtensor.mindspore.dtensor import DTensor, wrap
 from hp_dtensor.ops.planning import mesh_of
 from hp_platform.extend import map_nested
 
-__all__ = ["WHOLE", "WRITING", "on_whole", "replicated"]
-
 WHOLE = frozenset(
     """Bincount Conv2DTranspose CountNonZero Diag Diagonal DiagonalExt DeprecatedTake Eye Gcd GatherNd Histogram
     HistogramFixedWidth Im2Col IndexAddExt IndexFill InTopK IsIn KthValue L2Normalize Lcm LinSpace LpNorm LSTM

@@ -20,8 +20,6 @@ from typing import Any
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
 
-__all__ = ["in_a_mode", "local_asked", "without_modes"]
-
 _modes: Any = torch.utils._python_dispatch
 _NOTED = getattr(getattr(torch.utils.checkpoint, "_default_meta_extractor", None), "__code__", None)
 """The code that records shapes: Note [Shapes in checkpoints]."""

@@ -19,8 +19,6 @@ from hp_dtensor.torch.backward import autograd, passes
 from hp_dtensor.torch.backward.own_functions import going_on
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
 
-__all__ = ["backward", "backward_of", "give_node", "grad", "on_local_gradient"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 _requires_grad = T.requires_grad.__get__  # type: ignore[attr-defined]

@@ -20,8 +20,6 @@ from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.backward.own_functions import going_on, whole_gradient
 from hp_dtensor.torch.dtensor import DTensor
 
-__all__ = ["install"]
-
 _hooks: Any = BackwardHook
 _set_up_input, _set_up_output = _hooks.setup_input_hook, _hooks.setup_output_hook
 Specs = list[TensorSpec | None]

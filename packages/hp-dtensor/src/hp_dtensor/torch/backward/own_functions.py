@@ -32,8 +32,6 @@ from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
 from hp_dtensor.torch.views.moved_view import MovedView
 
-__all__ = ["going_on", "install", "whole_gradient"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
 _on: Any = torch._C._EnableTorchFunction  # type: ignore[attr-defined]

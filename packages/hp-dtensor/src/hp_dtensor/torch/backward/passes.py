@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch.autograd import graph
 
-__all__ = ["Mark", "explaining", "install", "marks", "run", "will_run"]
-
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 _mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]

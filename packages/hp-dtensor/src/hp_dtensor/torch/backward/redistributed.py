@@ -22,8 +22,6 @@ from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.views.kept import drop
 from hp_platform.torch.heavy import exchanged
 
-__all__ = ["AsView", "GradientMoved", "move", "moved_back", "of_parts", "read_in_parts", "redistributed"]
-
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 

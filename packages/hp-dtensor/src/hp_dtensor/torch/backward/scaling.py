@@ -9,8 +9,6 @@ import torch
 from hp_dtensor.torch.dtensor import DTensor
 from hp_platform import collectives, get_platform
 
-__all__ = ["unscale"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 
 

@@ -18,8 +18,6 @@ import torch._functorch.vmap
 
 from hp_dtensor.torch.dtensor import DTensor
 
-__all__ = ["is_wrapped", "refuse", "special", "watch"]
-
 _functorch: Any = torch._functorch  # type: ignore[attr-defined]
 _WRAPPING = {
     _functorch.eager_transforms: {

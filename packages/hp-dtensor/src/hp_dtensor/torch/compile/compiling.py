@@ -32,8 +32,6 @@ from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.views.moved_view import MovedView
 
-__all__ = ["install", "encode_placements", "traces_as"]
-
 T = torch.Tensor
 _off: Any = torch._C.DisableTorchFunctionSubclass
 

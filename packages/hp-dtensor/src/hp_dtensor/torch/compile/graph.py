@@ -31,28 +31,6 @@ from hp_dtensor.torch.ops.dispatching import dispatch, special
 from hp_dtensor.torch.ops.dispatching.missing import writes_first
 from hp_dtensor.torch.views.moved_view import VIEWS
 
-__all__ = [
-    "CopiedView",
-    "HOLE",
-    "REFUSED",
-    "constant",
-    "enter",
-    "execute",
-    "is_single",
-    "laid_out",
-    "mesh_of",
-    "move",
-    "placed",
-    "decode_placements",
-    "planned",
-    "question",
-    "replicated",
-    "results",
-    "shape_of",
-    "shows_varying",
-    "vary",
-]
-
 T = torch.Tensor
 _off: Any = torch._C.DisableTorchFunctionSubclass
 HOLE = "<the next tensor of the call>"

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Override", "compiler", "overrides"]
-
 
 class _Tracing:
     """The flag for versions of torch that don't have it."""

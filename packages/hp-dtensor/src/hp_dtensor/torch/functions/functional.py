@@ -11,8 +11,6 @@ from hp_dtensor.functions.functional import apply_function
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.torch.dtensor import DTensor
 
-__all__ = ["DFunction", "parallelize_value_and_grad"]
-
 
 def parallelize_value_and_grad(
     fn: Callable[..., Any],

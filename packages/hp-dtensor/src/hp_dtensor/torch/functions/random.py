@@ -23,8 +23,6 @@ from hp_dtensor.torch.moves.redistribute import execute
 from hp_platform import get_platform
 from hp_platform.extend import when_groups_end
 
-__all__ = ["compare_generators", "draw", "fill", "special"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 _replicate = Replicate()

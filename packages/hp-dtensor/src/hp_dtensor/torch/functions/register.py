@@ -17,8 +17,6 @@ from hp_dtensor.torch.ops.dispatching.calls import name_of
 from hp_dtensor.torch.ops.functions import BINDINGS
 from hp_platform.extend import map_nested
 
-__all__ = ["register_sharding"]
-
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 

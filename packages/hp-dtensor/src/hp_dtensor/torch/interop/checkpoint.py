@@ -17,8 +17,6 @@ from hp_dtensor.layout.boxes import Box, boxes
 if TYPE_CHECKING:
     from hp_dtensor.torch.dtensor import DTensor
 
-__all__ = ["chunk_list", "set_", "tensor_shard", "write_items"]
-
 
 def write_items(tensor: DTensor, fqn: str, _: Any) -> list[Any]:
     """Return a ``WriteItem`` for each of this rank's boxes, for torch's ``SavePlan`` (``__create_write_items__``).

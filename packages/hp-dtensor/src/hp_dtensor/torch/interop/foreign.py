@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["refuse_foreign"]
-
 _plain = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -22,8 +22,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from hp_dtensor.debugging.debug import Names, running
 from hp_platform.extend import attributed_modules
 
-__all__ = ["Modules"]
-
 _graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _node = torch._C._current_autograd_node  # type: ignore[attr-defined]
 _next_number = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]

@@ -12,8 +12,6 @@ from hp_dtensor.functions.modes import implicit_replication
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 
-__all__ = ["init_empty_weights", "init_on_device", "init_parameters"]
-
 
 @contextlib.contextmanager
 def init_on_device(device: torch.device | str) -> Iterator[None]:

@@ -11,8 +11,6 @@ from hp_dtensor.layout.placements import Placement, Replicate
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.api import distribute_parameter, replicate_parameters
 
-__all__ = ["Tensor", "distribute", "named_modules", "named_parameters"]
-
 Tensor = torch.Tensor
 
 

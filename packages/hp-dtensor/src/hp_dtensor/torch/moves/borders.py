@@ -13,8 +13,6 @@ from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.views.kept import drop
 
-__all__ = ["gradient_as", "redistribute_in"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 
 

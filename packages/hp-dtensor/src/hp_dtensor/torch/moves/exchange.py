@@ -22,8 +22,6 @@ from hp_dtensor.redistribution.executor import Arrays, Run, cuts_of, run_of
 from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
 from hp_platform import get_platform
 
-__all__ = ["run_step"]
-
 OVERLAPPED = 1 << 20
 """From so many bytes a rank holds on, an all-to-all that packs leaves a rank's own piece out."""
 

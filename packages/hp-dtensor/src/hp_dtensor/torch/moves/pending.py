@@ -22,8 +22,6 @@ from hp_dtensor.torch.backward.autograd import waiting
 from hp_dtensor.torch.dtensor import DTensor
 from hp_platform import get_platform
 
-__all__ = ["PendingDTensor", "aside", "finish", "possible"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 
 

@@ -16,7 +16,6 @@ from hp_dtensor.torch.moves import exchange
 if TYPE_CHECKING:
     from hp_dtensor.layout.spec import TensorSpec
 
-__all__ = ["as_movable", "execute"]
 
 _detach = torch.Tensor.detach
 

@@ -31,8 +31,6 @@ from hp_dtensor.torch.views.kept import drop
 from hp_platform import get_platform
 from hp_platform.extend import when_groups_end
 
-__all__ = ["execute_transfer", "relayout"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 _MAX_BOXES = 64
 """Up to so many boxes of a move are copied one by one; more are copied through their elements' indices."""

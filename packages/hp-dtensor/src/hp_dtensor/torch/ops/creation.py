@@ -11,8 +11,6 @@ from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.torch.dtensor import wrap
 
-__all__ = ["new", "new_strided"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 

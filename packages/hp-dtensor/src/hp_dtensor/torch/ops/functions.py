@@ -14,8 +14,6 @@ from hp_dtensor.torch.ops.dispatching.calls import functions_of
 from hp_dtensor.torch.ops.writing import filling
 from hp_platform.torch import heavy
 
-__all__ = ["BINDINGS", "bind"]
-
 T = torch.Tensor
 BINDINGS: dict[Any, Binding] = {}
 

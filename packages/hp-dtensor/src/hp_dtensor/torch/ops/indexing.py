@@ -17,8 +17,6 @@ from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.ops.dispatching.plain import replicate_plain
 from hp_dtensor.torch.ops.functions import bind
 
-__all__ = ["by_value", "get_item", "kept_dims", "without_tensors"]
-
 _impl = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 _HERE = ("tensor",)

@@ -15,8 +15,6 @@ from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.ops.reductions import norms
 from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
 
-__all__ = ["each", "largest", "norm", "one_by_one"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _PREFIX = "_foreach_"

@@ -22,8 +22,6 @@ from hp_dtensor.torch.ops.dispatching.plain import replicate_plain
 from hp_dtensor.torch.views import moved_view
 from hp_platform.extend import map_nested
 
-__all__ = ["on_whole", "special"]
-
 T = torch.Tensor
 
 READING = """equal allclose bincount searchsorted bucketize unique unique_consecutive masked_select nonzero isin

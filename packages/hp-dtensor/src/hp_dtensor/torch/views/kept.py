@@ -22,8 +22,6 @@ import torch
 
 from hp_dtensor.layout.spec import TensorSpec
 
-__all__ = ["HANDED_OUT", "drop", "hand_out", "recall", "recall_shared", "remember", "remember_shared"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]

@@ -30,8 +30,6 @@ from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
 from hp_dtensor.torch.views.part_of_view import part_of
 from hp_dtensor.torch.views.strides import note, on_one_device, storage_of
 
-__all__ = ["MAY_COPY", "VIEWS", "MovedView", "link", "linked", "shares"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
 T = torch.Tensor

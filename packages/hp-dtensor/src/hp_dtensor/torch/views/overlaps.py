@@ -23,8 +23,6 @@ from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.ops.dispatching.missing import writes_first
 from hp_dtensor.torch.views.strides import same_memory, strides_of
 
-__all__ = ["apart", "refuse_overlaps", "refuse_overlaps_of_call"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 _NOTES = frozenset(("_link", "_strides"))

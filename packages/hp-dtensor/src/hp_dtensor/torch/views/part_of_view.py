@@ -18,8 +18,6 @@ import torch
 from hp_dtensor.torch.ops.dispatching.missing import writes_first
 from hp_dtensor.torch.views.strides import storage_of
 
-__all__ = ["PartOfView", "part_of", "whole_of"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 _version = T._version.__get__  # type: ignore[attr-defined]

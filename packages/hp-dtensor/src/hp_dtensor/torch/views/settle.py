@@ -10,8 +10,6 @@ from hp_dtensor.layout.strides import contiguous
 from hp_dtensor.torch.views.moved_view import linked
 from hp_dtensor.torch.views.strides import local_strides, on_one_device, same_memory
 
-__all__ = ["Settle"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 

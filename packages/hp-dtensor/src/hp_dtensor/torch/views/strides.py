@@ -10,8 +10,6 @@ import torch
 from hp_dtensor.layout.strides import contiguous, global_strides
 from hp_dtensor.torch.backward.asking import without_modes
 
-__all__ = ["keep", "local_strides", "note", "on_one_device", "same_memory", "storage_of", "strides_of"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]

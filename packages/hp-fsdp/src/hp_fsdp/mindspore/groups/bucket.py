@@ -31,8 +31,6 @@ from hp_fsdp.options import BucketPlan, GroupOptions
 from hp_fsdp.ranks.axes import DataAxes, PostForwardRanks
 from hp_platform import get_platform
 
-__all__ = ["Bucket"]
-
 
 class Bucket:
     """Parameters of one dtype, all trained or all frozen, sharded, gathered and reduced together.

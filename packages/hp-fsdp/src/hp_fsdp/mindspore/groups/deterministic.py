@@ -22,8 +22,6 @@ from hp_fsdp.groups.micro_batches import OwnMicroBatches, TreeSum, subtrees
 from hp_fsdp.ranks.axes import DataAxes
 from hp_platform import get_platform
 
-__all__ = ["MicroBatchSums"]
-
 
 class MicroBatchSums:
     """A bucket's gradients of the micro-batches since the last step.

@@ -30,8 +30,6 @@ from hp_dtensor.mindspore.extend import alias, local_mode, once_differentiable
 if TYPE_CHECKING:
     from hp_fsdp.mindspore.groups.group import ParameterGroup
 
-__all__ = ["Call", "unsharded_tensors"]
-
 
 class Call:
     """One forward of a Cell that is recorded for backward.

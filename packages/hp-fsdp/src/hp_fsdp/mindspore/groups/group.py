@@ -20,8 +20,6 @@ from hp_platform.extend import attribute_to
 if TYPE_CHECKING:
     from hp_fsdp.mindspore.steps.context import RootContext
 
-__all__ = ["ParameterGroup"]
-
 
 class ParameterGroup(Group):
     """A group of one Cell.

@@ -17,8 +17,6 @@ from hp_dtensor import DeviceMesh
 from hp_dtensor.mindspore.extend import local_mode
 from hp_platform import get_platform
 
-__all__ = ["HOST", "largest", "on_host", "to_device", "to_host"]
-
 HOST = "CPU"
 
 

@@ -14,8 +14,6 @@ from hp_dtensor.mindspore.extend import DTensor, distribute_parameter, local_vie
 from hp_fsdp.groups.managed_params import mark
 from hp_fsdp.options import ParameterFacts
 
-__all__ = ["ManagedParameter", "itemsize"]
-
 
 class ManagedParameter:
     """A Parameter, the places where it is registered, and its unsharded shape.

@@ -12,8 +12,6 @@ from hp_fsdp.mindspore.groups.gradients import Call
 from hp_fsdp.mindspore.groups.group import ParameterGroup
 from hp_fsdp.steps.context import Context
 
-__all__ = ["RootContext", "hsdp_sync_stream", "in_backward"]
-
 
 def in_backward() -> bool:
     """Tell whether a backward pass is running."""

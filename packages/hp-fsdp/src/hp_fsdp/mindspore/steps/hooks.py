@@ -30,8 +30,6 @@ from hp_fsdp.mindspore.groups.group import ParameterGroup
 from hp_fsdp.mindspore.steps.context import RootContext, in_backward
 from hp_fsdp.steps.tree import tree_functions
 
-__all__ = ["run_forward"]
-
 map_tensors, tensors = tree_functions(Tensor)
 
 

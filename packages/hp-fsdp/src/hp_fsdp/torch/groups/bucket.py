@@ -29,8 +29,6 @@ from hp_fsdp.torch.groups.host import empty_on_host, on_copy_stream, transport
 from hp_fsdp.torch.groups.parameter import ManagedParameter, adopt, has_own_setattr
 from hp_platform import collectives, get_platform
 
-__all__ = ["FREED", "Bucket"]
-
 _plain = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_versions = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]

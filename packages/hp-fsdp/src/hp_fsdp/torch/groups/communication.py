@@ -15,8 +15,6 @@ from hp_platform import collectives, get_platform
 if TYPE_CHECKING:
     from hp_fsdp.torch.groups.group import ParameterGroup
 
-__all__ = ["Communication"]
-
 
 class Communication:
     """Settings of a group's communication, by `hp_fsdp.module_api.ModuleAPI`; a group without any has none.

@@ -21,8 +21,6 @@ from hp_fsdp.torch.groups.gradients import GradientBuffer
 from hp_platform import collectives
 from hp_platform.extend import attribute_to
 
-__all__ = ["Exchange", "MicroBatchBuffer"]
-
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 

@@ -29,8 +29,6 @@ from hp_fsdp.torch.groups.parameter import ManagedParameter
 from hp_platform import collectives
 from hp_platform.extend import attribute_to
 
-__all__ = ["GradientBuffer", "Reduction"]
-
 _plain = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]

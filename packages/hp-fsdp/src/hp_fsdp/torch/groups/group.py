@@ -24,7 +24,6 @@ from hp_platform.extend import attribute_to
 if TYPE_CHECKING:
     from hp_fsdp.torch.steps.context import RootContext
 
-__all__ = ["Call", "ParameterGroup", "Started", "check_differentiable"]
 
 _Range = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass

@@ -18,8 +18,6 @@ from hp_dtensor import DeviceMesh
 from hp_fsdp.options import CopyLink
 from hp_platform import collectives, get_platform
 
-__all__ = ["D2HCopy", "on_copy_stream", "empty_on_host", "largest", "transport"]
-
 _streams: dict[torch.device, Any] = {}
 
 

@@ -25,7 +25,6 @@ from hp_fsdp.options import ParameterFacts
 if TYPE_CHECKING:
     from hp_fsdp.torch.groups.bucket import Bucket
 
-__all__ = ["ManagedParameter", "adopt", "has_own_setattr", "lost_write", "restore"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]

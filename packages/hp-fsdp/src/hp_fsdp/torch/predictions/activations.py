@@ -19,8 +19,6 @@ from torch import nn
 from hp_fsdp.groups.managed_params import groups_in
 from hp_fsdp.torch.groups.bucket import Bucket
 
-__all__ = ["Activations", "SavedBytes", "watch_activations"]
-
 _plain = torch._C.DisableTorchFunctionSubclass
 _hooks_above = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 

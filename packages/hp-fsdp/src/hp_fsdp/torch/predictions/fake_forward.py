@@ -41,8 +41,6 @@ from hp_fsdp.torch.predictions.activations import Activations, SavedBytes, stora
 from hp_fsdp.torch.steps.hooks import map_tensors
 from hp_platform import get_platform
 
-__all__ = ["predict_activations"]
-
 
 def predict_activations(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Activations:
     """Predict the tensors that autograd saves in one forward, without kernels, communication or changes to the model.

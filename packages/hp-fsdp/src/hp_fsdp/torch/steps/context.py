@@ -25,8 +25,6 @@ from hp_fsdp.steps.context import Context
 from hp_fsdp.torch.groups.bucket import FREED
 from hp_fsdp.torch.groups.group import ParameterGroup, Started
 
-__all__ = ["LateGradients", "RootContext", "hsdp_sync_stream", "refuse_lost_gradients"]
-
 _engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass

@@ -56,8 +56,6 @@ from hp_fsdp.torch.groups.group import Call, ParameterGroup
 from hp_fsdp.torch.steps.context import RootContext
 from hp_platform.frames import current_frame
 
-__all__ = ["map_tensors", "run_forward", "tensors"]
-
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass
 _grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]

@@ -13,8 +13,6 @@ from torch.overrides import _get_current_function_mode_stack as _function_modes
 from hp_platform import get_platform
 from hp_platform.frames import Frame, current_frame, frame
 
-__all__ = ["Surroundings", "random_state", "set_random_state"]
-
 _deterministic = torch.are_deterministic_algorithms_enabled
 
 

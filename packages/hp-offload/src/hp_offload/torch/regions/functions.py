@@ -26,8 +26,6 @@ from hp_offload.torch.packed import Kept, address_of, unpack
 from hp_offload.torch.regions.history import Walk
 from hp_platform.frames import current_frame
 
-__all__ = ["Calls", "Filling", "Role", "Site", "Watched", "hand_back", "is_function", "is_heavy", "layout_of"]
-
 T = torch.Tensor
 _native = torch._C._disabled_torch_dispatch_impl
 _NAMES = {

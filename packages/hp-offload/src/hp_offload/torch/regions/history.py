@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["Walk", "differing"]
-
 T = torch.Tensor
 _PASSED = {"ViewBackward0", "AliasBackward0", "ToCopyBackward0", "AccumulateGrad"}
 _SIZES = ("size", "stride", "numel", "shape", "layout", "options", "generator")

@@ -31,8 +31,6 @@ from hp_offload.torch.regions.history import Walk, differing
 from hp_offload.torch.regions.state import State, snapshot
 from hp_offload.torch.scope import Scope, running
 
-__all__ = ["Passes", "run_region"]
-
 T = torch.Tensor
 
 

@@ -34,8 +34,6 @@ from hp_offload.torch.regions.sites import Computed, Group, Key, Ordinals, SiteP
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import EXCHANGE
 
-__all__ = ["Selection"]
-
 T = torch.Tensor
 PolicyFn = Callable[..., Any]
 _FREE = frozenset(

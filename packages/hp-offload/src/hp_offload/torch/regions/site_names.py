@@ -19,8 +19,6 @@ from hp_offload.saved import block_of
 from hp_offload.torch.packed import address_of
 from hp_offload.torch.swapping import stays
 
-__all__ = ["Sites", "blocks_of", "walking"]
-
 T = torch.Tensor
 
 

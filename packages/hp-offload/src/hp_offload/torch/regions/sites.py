@@ -22,8 +22,6 @@ from hp_offload.torch.regions.history import Walk
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import EXCHANGE
 
-__all__ = ["Computed", "Group", "KeptOutput", "Key", "Ordinals", "SitePasses", "module_of", "show"]
-
 T = torch.Tensor
 Key = tuple["str | None", int]
 """A site and how often it was reached before in this run of the region."""

@@ -23,8 +23,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hp_offload.torch.packed import plain_torch
 
-__all__ = ["State", "snapshot"]
-
 T = torch.Tensor
 _set_version: Callable[[tuple[T, ...], tuple[int, ...]], None]
 _set_version = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]

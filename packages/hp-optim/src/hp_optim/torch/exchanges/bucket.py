@@ -17,8 +17,6 @@ from hp_optim.torch.exchanges.layouts import placed_on, plan_for
 from hp_optim.torch.newton_schulz import compute_dtype, orthogonalize
 from hp_platform.extend import own_rank
 
-__all__ = ["Bucket", "Member"]
-
 Group = dict[str, Any]
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 

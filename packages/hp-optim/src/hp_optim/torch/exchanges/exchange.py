@@ -21,8 +21,6 @@ from hp_optim.muon.ownership import OwnerPlan
 from hp_optim.muon.pieces import Region
 from hp_platform import collectives, get_platform
 
-__all__ = ["Arrived", "Exchanger", "Flags"]
-
 _DIGEST = 4
 _TOLD = 1 + 16 * _DIGEST
 """Bytes of a head that are not of one parameter."""

@@ -14,8 +14,6 @@ from hp_optim.muon.rules import Matrix
 from hp_optim.muon.world import placed_as
 from hp_platform import get_platform
 
-__all__ = ["device_for", "is_distributed", "layout_of", "local_device", "meshes_of", "placed_on", "plan_for"]
-
 
 def placed_on(parameter: torch.Tensor, name: str, matrices: tuple[Matrix, ...], settings: Orthogonalization) -> Placed:
     """Describe a parameter, plain or a DTensor, to the planner; see `hp_optim.muon.world.placed_as`.

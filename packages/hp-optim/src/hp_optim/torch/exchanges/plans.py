@@ -8,8 +8,6 @@ from typing import Any
 from hp_optim.muon.newton_schulz import Orthogonalization
 from hp_optim.torch.exchanges.bucket import Bucket
 
-__all__ = ["Look", "Plan"]
-
 
 @dataclass(frozen=True)
 class Look:

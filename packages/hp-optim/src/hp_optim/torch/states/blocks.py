@@ -21,8 +21,6 @@ from hp_optim.options import sparse_gradient
 from hp_optim.torch.states.kernel_ranges import Runs
 from hp_optim.torch.states.loaded import Moved, check_state, counters, facts_of, told, value_for
 
-__all__ = ["Block", "Members", "Resident", "view_like", "wrapped_like"]
-
 Members = tuple[dict[str, Any], list[torch.Tensor], list[str]]
 """A group, parameters of it that have one dtype and device, and their names."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["compact"]
-
 
 def compact(state: Mapping[Any, dict[str, Any]]) -> defaultdict[Any, dict[str, Any]]:
     """Return states with memory of their own: pickle would write all of a buffer for each view of it.

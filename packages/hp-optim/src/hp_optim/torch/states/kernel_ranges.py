@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-__all__ = ["Runs"]
-
 _VECTOR = 64
 """Elements that every kernel divides into whole vectors."""
 _fused_kernel: Any = torch._fused_adamw_

@@ -9,8 +9,6 @@ import torch
 
 from hp_dtensor.torch.extend import DTensor, refuse_foreign
 
-__all__ = ["Moved", "begin_anew", "check_state", "counters", "facts_of", "told", "value_for"]
-
 
 class Moved(Exception):
     """A parameter is not of the shape, dtype or device that its states were laid out for."""

@@ -18,9 +18,6 @@ from hp_optim.swapping import SwapOptimizerConfig, cut_in_slices
 from hp_optim.torch.states.blocks import view_like, wrapped_like
 from hp_optim.torch.states.transfers import Transfers, aligned, held, part, release
 
-__all__ = ["Momenta", "SwappedMomenta"]
-
-
 # ---- momenta on the device ----
 
 

@@ -25,8 +25,6 @@ from hp_optim.torch.states.momenta import SwappedMomenta
 from hp_optim.torch.states.transfers import Event, Pairs, Transfers, aligned, held, part, release
 from hp_platform import get_platform
 
-__all__ = ["swap"]
-
 _plain = torch._C.DisableTorchFunctionSubclass
 _SLOTS = 3
 _KINDS: dict[type, tuple[str, ...]] = {AdamW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), Muon: ("momentum_buffer",)}

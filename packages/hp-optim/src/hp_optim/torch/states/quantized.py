@@ -26,8 +26,6 @@ import torch
 
 from hp_optim.eight_bit import BLOCK
 
-__all__ = ["decoded_mean", "decoded_square", "dithers", "nearest", "encoded_mean", "encoded_square", "update"]
-
 _ONE = 127 << 23
 _MEAN = 20
 _ROOT = 19

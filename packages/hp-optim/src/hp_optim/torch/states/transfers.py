@@ -11,8 +11,6 @@ import torch
 from hp_optim.swapping import CopyLink, OwnLink
 from hp_platform import get_platform
 
-__all__ = ["Event", "Held", "Pairs", "Transfers", "aligned", "held", "part", "release"]
-
 Event = Any
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 _ALIGNMENT = 64

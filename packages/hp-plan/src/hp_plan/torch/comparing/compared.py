@@ -22,8 +22,6 @@ from hp_platform import get_platform
 from hp_platform.extend import share_bytes
 from hp_styles.extend import runs_on_parts
 
-__all__ = ["Compared"]
-
 _KINDS = ("output", "gradient", "weight")
 # Of the largest gradient, or weight: some have none but rounding errors, such as a key's bias under a softmax.
 _FLOOR = 1e-6

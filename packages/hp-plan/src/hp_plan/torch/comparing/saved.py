@@ -10,8 +10,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["saved_bytes"]
-
 T = torch.Tensor
 
 

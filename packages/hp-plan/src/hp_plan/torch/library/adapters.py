@@ -32,8 +32,6 @@ from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.sections import AdapterSection
 from hp_plan.structure.outline import matches_nothing, matching
 
-__all__ = ["adapter_texts", "add_adapter", "fill_adapter", "freeze", "without_adapter"]
-
 _FILE = "adapter_model.safetensors"
 _ALL = "all-linear"
 

@@ -14,8 +14,6 @@ from typing import Any
 from hp_checkpoint.extend import Entry
 from hp_plan.torch.library.placed import NotPlacedError, Placed
 
-__all__ = ["conversions_of", "converted_entries", "renamed"]
-
 
 def conversions_of(model: Any) -> tuple[list[Any], list[Any]]:
     """Return what transformers renames, and what it merges or cuts, when it loads such a model."""

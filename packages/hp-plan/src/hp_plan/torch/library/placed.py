@@ -20,8 +20,6 @@ import torch
 from hp_checkpoint.extend import Chunk, Entry, Kind
 from hp_checkpoint.torch.extend import DTYPES
 
-__all__ = ["NotPlacedError", "Placed"]
-
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _AT_MOST = 1 << 16  # chunks of a tensor, of which each is a request of its own
 aten: Any = torch.ops.aten

@@ -19,8 +19,6 @@ from hp_moe import register_experts
 from hp_plan.reading.diagnostics import Diagnostic, PlanError, near_misses
 from hp_styles.torch.extend import capped_attention, sees_whole_sequences
 
-__all__ = ["refuse_resizing", "replicate_inside"]
-
 # Taken by every configuration of transformers without being a field of it.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _CONFIG_KEYS = ("attn_implementation", "experts_implementation", "dtype", "layer_types", "name_or_path", *_TOKENS)

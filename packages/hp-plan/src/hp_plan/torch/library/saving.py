@@ -17,8 +17,6 @@ from torch.distributed import distributed_c10d as c10d
 from hp_dtensor import DTensor
 from hp_platform import get_platform
 
-__all__ = ["save_whole"]
-
 _PATIENCE = 10.0  # seconds until a rank says for whom it waits
 _meetings = 0
 

@@ -27,8 +27,6 @@ from hp_styles import context_parallel_shard, context_parallel_unshard
 from hp_styles.extend import hook
 from hp_styles.torch.extend import refuse_compiled
 
-__all__ = ["Border", "counts_tokens", "is_attention"]
-
 T = torch.Tensor
 _NUMBERS = struct.Struct("<qq?")  # of labels, a digest, and whether the guard is asked
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels")

@@ -27,8 +27,6 @@ from hp_platform import get_platform
 from hp_platform.extend import share_bytes
 from hp_styles.torch.extend import whole_sequences
 
-__all__ = ["ContextGuard", "unguarded"]
-
 T = torch.Tensor
 _LONGEST = 4096  # tokens
 _MANY = 0.3  # of a rank's tokens: experts may be chosen otherwise for some, by rounding errors

@@ -15,8 +15,6 @@ from hp_plan.structure.micro_batches import IGNORED, cut_rows
 from hp_plan.torch.models import batch_of, loss_inputs
 from hp_platform import get_platform
 
-__all__ = ["evaluate", "evaluating"]
-
 
 def evaluate(
     plan: ParallelPlan,

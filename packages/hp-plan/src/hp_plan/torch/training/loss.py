@@ -18,8 +18,6 @@ from hp_plan.torch.sequences.context import counts_tokens
 from hp_plan.torch.training.objectives import Objective
 from hp_platform import get_platform
 
-__all__ = ["backward_loss", "gives_items"]
-
 T = torch.Tensor
 
 

@@ -25,8 +25,6 @@ from hp_plan.structure.model_source import check_function, model_function
 from hp_plan.torch.library import folders
 from hp_plan.torch.training.evaluation import evaluating
 
-__all__ = ["Objective", "check_objective_sources"]
-
 T = torch.Tensor
 
 

@@ -14,8 +14,6 @@ from hp_pipeline import MetaStepType, PipelinedModel
 from hp_pipeline.extend import compute_parts
 from hp_plan.plan import ParallelPlan
 
-__all__ = ["Part", "clip_gradients", "parts"]
-
 
 def clip_gradients(model: Any, limit: float | None) -> torch.Tensor:
     """Return the norm of all gradients, over stages too, after scaling them down to a limit where there is one.

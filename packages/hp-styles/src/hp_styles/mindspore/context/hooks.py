@@ -23,8 +23,6 @@ from hp_styles.mindspore.context.ring import ring_attention
 from hp_styles.mindspore.context.sequence import Exchange, exchange, repeated
 from hp_styles.mindspore.modules import gather_numbers
 
-__all__ = ["attach", "enclose"]
-
 
 def attach(module: nn.Cell, mesh: DeviceMesh, settings: Settings, rounds: Rounds) -> None:
     """Let a Cell's attention see the keys of all ranks.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-__all__ = ["attach_sparse", "attention_over", "cut_in_place"]
-
 
 def attach_sparse(*args: Any) -> NoReturn:
     """Refuse: this is for PyTorch only.

@@ -13,8 +13,6 @@ from hp_styles.context.plan import Block
 from hp_styles.context.ring import Links, come_around, return_gradients
 from hp_styles.mindspore.context.sequence import repeated
 
-__all__ = ["ring_attention"]
-
 _HALF = (mindspore.float16, mindspore.bfloat16)
 
 

@@ -12,8 +12,6 @@ from hp_platform import get_platform
 from hp_styles.context.group import UlyssesAxes
 from hp_styles.context.plan import chunk_order, chunks_of, divided
 
-__all__ = ["Exchange", "exchange", "repeated", "shard", "unshard"]
-
 
 def shard(whole: Tensor, mesh: DeviceMesh, seq_dim: int, load_balance: bool) -> Tensor:
     """Return this rank's part of a tensor that every rank holds in full."""

@@ -16,8 +16,6 @@ from hp_styles.torch.context.call import Call
 from hp_styles.torch.context.exchange import SequenceGroup, like
 from hp_styles.torch.context.masks import Reading, Seen, part_of, read_mask
 
-__all__ = ["Settling", "end_round", "zeros_like_queries"]
-
 T = torch.Tensor
 _SEQUENCE = 2
 

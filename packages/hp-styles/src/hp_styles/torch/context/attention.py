@@ -27,8 +27,6 @@ from hp_styles.torch.context.exchange import Exchange, SequenceGroup, Transfer, 
 from hp_styles.torch.context.masks import Seen
 from hp_styles.torch.context.ring import Logits, Ring, no_autocast, ring_attention, whole_attention
 
-__all__ = ["ContextGroup", "attend", "attend_inside", "attention_over", "capped_attention", "cut_in_place"]
-
 T = torch.Tensor
 _numbers = itertools.count()
 _HEADS, _SEQUENCE = 1, 2  # of scaled_dot_product_attention's tensors

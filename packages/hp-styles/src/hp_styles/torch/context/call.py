@@ -18,8 +18,6 @@ from torch import nn
 
 from hp_dtensor import DTensor
 
-__all__ = ["Arguments", "Call", "call_of", "left_out", "mapped", "refuse_compiled"]
-
 T = torch.Tensor
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 

@@ -18,9 +18,6 @@ from hp_platform import get_platform
 from hp_styles.context.group import ContextRanks, UlyssesAxes
 from hp_styles.context.plan import chunk_order, chunks_of, divided
 
-__all__ = ["CUT", "Exchange", "SequenceGroup", "Transfer", "exchange", "like", "shard", "unshard"]
-
-
 # ---- a sequence over the ranks of a context axis ----
 T = torch.Tensor
 

@@ -28,8 +28,6 @@ from hp_platform import get_platform
 from hp_styles.inputs import hook
 from hp_styles.torch.context.call import refuse_compiled
 
-__all__ = ["Blocks", "Gathering", "Whole", "gather", "register"]
-
 T = torch.Tensor
 
 

@@ -30,8 +30,6 @@ from hp_styles.torch.context.attention import ContextGroup, attend, attend_insid
 from hp_styles.torch.context.call import Call, call_of, left_out, mapped, refuse_compiled
 from hp_styles.torch.context.exchange import CUT, Transfer, like
 
-__all__ = ["attach", "enclose", "sees_whole_sequences", "whole_sequences"]
-
 T = torch.Tensor
 _SEQUENCE = 2
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["KERNELS", "Kernel", "kernel_for", "masked_backward", "masked_forward"]
-
 T = torch.Tensor
 _aten: Any = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

@@ -11,8 +11,6 @@ from hp_styles.context.documents import Part, Run, Segment, plain_runs
 from hp_styles.context.plan import chunks_of
 from hp_styles.torch.context.call import Call
 
-__all__ = ["Reading", "Seen", "part_of", "places", "read_mask"]
-
 T = torch.Tensor
 
 

@@ -14,8 +14,6 @@ from hp_styles.context.ring import Links, come_around, return_gradients
 from hp_styles.torch.context.kernels import kernel_for, masked_backward, masked_forward
 from hp_styles.torch.context.masks import Seen, places
 
-__all__ = ["Logits", "Ring", "no_autocast", "ring_attention", "whole_attention"]
-
 T = torch.Tensor
 
 

@@ -20,8 +20,6 @@ from hp_styles.torch.context.call import Arguments, mapped, refuse_compiled
 from hp_styles.torch.context.exchange import SequenceGroup, like
 from hp_styles.torch.context.gather import Blocks, Whole, gather, register
 
-__all__ = ["attach_sparse"]
-
 T = torch.Tensor
 Key = str | int
 _DIMS = 8  # of a tensor, for what the ranks compare

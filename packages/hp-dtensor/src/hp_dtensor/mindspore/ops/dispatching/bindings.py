@@ -7,8 +7,6 @@ from typing import Any
 
 from hp_dtensor.ops.planning import Binding, Call, binding_of
 
-__all__ = ["BINDINGS", "bind"]
-
 BINDINGS: dict[str, Binding] = {}
 
 

@@ -32,8 +32,6 @@ from hp_dtensor.ops.planning import Call, mesh_of
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_platform.extend import map_nested, when_groups_end
 
-__all__ = ["dispatch", "forget_plans", "run_kernel"]
-
 _PLANS: dict[Any, Plan] = {}
 when_groups_end(_PLANS.clear)
 _LIMIT = 1 << 16

@@ -16,8 +16,6 @@ from hp_dtensor.mindspore.ops.views import VIEWS, before_write, note_view
 from hp_dtensor.ops.planning import Binding, Call, Fix, collect, moved, place
 from hp_platform import get_platform
 
-__all__ = ["Plan", "make_plan"]
-
 
 @dataclass(slots=True)
 class Plan:

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 
 from hp_dtensor.torch.ops.dispatching.calls import name_of
 
-__all__ = ["call"]
-
 T = torch.Tensor
 _internal: Any = torch._C
 _PLACES = (torch._VF, _internal._nn, _internal._linalg, _internal._special, _internal._fft, T)  # type: ignore[attr-defined]

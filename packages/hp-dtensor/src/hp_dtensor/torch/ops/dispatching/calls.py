@@ -11,8 +11,6 @@ import torch.nn.functional as F
 
 from hp_dtensor.torch.dtensor import DTensor
 
-__all__ = ["functions_of", "is_operator", "name_of", "on_meta", "tensors_of"]
-
 T = torch.Tensor
 _OPERATORS: Any = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 

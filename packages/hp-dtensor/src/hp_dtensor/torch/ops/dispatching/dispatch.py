@@ -32,8 +32,6 @@ from hp_dtensor.torch.ops.writing.results import write_out
 from hp_dtensor.torch.views.overlaps import apart, refuse_overlaps
 from hp_platform.extend import when_groups_end
 
-__all__ = ["dispatch", "install"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
 Tensor = torch.Tensor

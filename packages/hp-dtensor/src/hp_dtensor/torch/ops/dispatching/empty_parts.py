@@ -24,7 +24,6 @@ from hp_dtensor.layout.placements import RaggedShard
 if TYPE_CHECKING:
     from hp_dtensor.ops.planning import Call
 
-__all__ = ["with_the_others"]
 
 _RULES = frozenset({"attention", "norm", "statistics", "whole_dims"})
 """Of these, kernels compute the gradient of no elements apart."""

@@ -9,8 +9,6 @@ import torch
 from hp_dtensor.torch.ops.dispatching.calls import on_meta
 from hp_platform.extend import map_nested
 
-__all__ = ["advice", "writes", "writes_first"]
-
 T = torch.Tensor
 
 

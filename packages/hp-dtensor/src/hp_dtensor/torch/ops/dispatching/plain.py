@@ -15,8 +15,6 @@ from hp_dtensor.torch.ops.dispatching.calls import name_of, tensors_of
 from hp_dtensor.torch.views.part_of_view import PartOfView
 from hp_platform.extend import map_nested
 
-__all__ = ["replicate_plain", "write_into_plain", "writes_plain"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 Tensor = torch.Tensor
 _SIZED = ("view", "reshape", "expand", "repeat", "tile", "narrow", "unfold", "unflatten", "new_zeros", "new_ones")

@@ -20,8 +20,6 @@ from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
 from hp_dtensor.torch.views.settle import Settle
 from hp_platform.extend import map_nested
 
-__all__ = ["Plan", "make_plan"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 Tensor = torch.Tensor
 

@@ -12,7 +12,6 @@ from hp_dtensor.rules.library import dims_argument
 if TYPE_CHECKING:
     from hp_dtensor.ops.planning import Call
 
-__all__ = ["broadcast", "linear", "reduced"]
 
 Shape = tuple[int, ...]
 

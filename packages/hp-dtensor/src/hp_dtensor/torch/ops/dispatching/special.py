@@ -30,8 +30,6 @@ from hp_dtensor.torch.ops.writing import assignment
 from hp_dtensor.torch.views.kept import hand_out
 from hp_dtensor.torch.views.strides import keep, note, on_one_device
 
-__all__ = ["install"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
 T = torch.Tensor

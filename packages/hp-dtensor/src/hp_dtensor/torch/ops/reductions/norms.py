@@ -16,8 +16,6 @@ from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.ops.whole import on_whole
 from hp_platform import get_platform
 
-__all__ = ["linalg_norm", "norm", "of_each", "stack", "vector_norm"]
-
 
 def of_each(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
     """Norms of whole tensors: local norms in one pass, one reduction for each set of axes."""

@@ -26,8 +26,6 @@ from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.ops.dispatching.plain import replicate_plain
 from hp_platform import get_platform
 
-__all__ = ["sharded_loss", "special"]
-
 T = torch.Tensor
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 _HALF = (torch.float16, torch.bfloat16)

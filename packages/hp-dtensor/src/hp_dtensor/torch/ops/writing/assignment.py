@@ -26,8 +26,6 @@ from hp_dtensor.torch.ops.dispatching.plain import replicate_plain, write_into_p
 from hp_dtensor.torch.ops.local import offset
 from hp_dtensor.torch.ops.whole import on_whole
 
-__all__ = ["index_put", "index_put_", "select_scatter", "set_item", "slice_scatter"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 Items = tuple[Any, ...]

@@ -13,8 +13,6 @@ from hp_dtensor.torch.ops.local import Elsewhere
 if TYPE_CHECKING:
     from hp_dtensor.ops.planning import Call
 
-__all__ = ["fill", "solve"]
-
 
 def solve(call: Call, shapes: list[tuple[int, ...]]) -> Solution:
     """Keep the written operand's placements; a value that is a DTensor is replicated.

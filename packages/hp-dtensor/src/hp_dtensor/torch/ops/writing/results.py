@@ -12,8 +12,6 @@ from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.ops.dispatching.calls import name_of, tensors_of
 from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
 
-__all__ = ["write_out"]
-
 T = torch.Tensor
 _FACTORIES = {torch.arange, torch.eye, torch.full, torch.linspace, torch.logspace, torch.ones, torch.zeros}
 """They make the same on every rank."""
