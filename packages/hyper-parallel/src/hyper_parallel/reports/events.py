@@ -163,7 +163,7 @@ def showing(events: Path, reporter: Reporter) -> Iterator[None]:
             show()
 
     with EventReader(events, reporter) as reader:
-        thread = threading.Thread(target=watch, name="showing", daemon=True)
+        thread = threading.Thread(target=watch, name="hyper-parallel screen", daemon=True)
         thread.start()
         try:
             yield
