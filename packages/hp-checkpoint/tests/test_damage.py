@@ -14,8 +14,11 @@ import time
 import types
 from pathlib import Path
 
+import crash_program
+import flips
 import numpy as np
 import pytest
+from crash_program import empty, loads, state
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, save
 from hp_checkpoint.disk import retention
@@ -29,11 +32,6 @@ from hp_checkpoint.loading import loading
 from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving import arrangements
 from hp_checkpoint.saving.saving import save_state
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-import crash_program
-import flips
-from crash_program import empty, loads, state
 
 
 @pytest.mark.parametrize("fault", ["kill", "ENOSPC", pytest.param("EIO", marks=pytest.mark.thorough)])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import dying_rank
 import numpy as np
 import pytest
 
@@ -12,9 +10,6 @@ from hp_checkpoint import load
 from hp_checkpoint.disk.retention import steps_in
 from hp_testing.pools import target
 from hp_testing.pools.processes import rank_processes
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-import dying_rank
 
 pytestmark = pytest.mark.framework("torch")
 

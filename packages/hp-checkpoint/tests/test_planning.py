@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_layouts import MESHES, coordinates, placed, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
@@ -20,9 +19,6 @@ from hp_checkpoint.loading.reads import Units, exchange, reads, request_rows
 from hp_checkpoint.saving.shard_assignment import Holding, Tensor, shard_sizes, writers
 from hp_dtensor import Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.sharding import take
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from checkpoint_layouts import MESHES, coordinates, placed, tensors
 
 
 def local_of(array, own, count):

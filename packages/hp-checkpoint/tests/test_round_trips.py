@@ -7,9 +7,8 @@ import functools
 import gc
 import hashlib
 import os
-import sys
-from pathlib import Path
 
+import layout_pairs
 import numpy as np
 import pytest
 
@@ -23,9 +22,6 @@ from hp_checkpoint.saving.saving import save_state
 from hp_dtensor import RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks, run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-import layout_pairs
 
 
 def laid_out(array, mesh, placements):

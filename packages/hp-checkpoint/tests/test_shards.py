@@ -7,11 +7,11 @@ import json
 import os
 import random
 import shutil
-import sys
-from pathlib import Path
 
+import hostile
 import numpy as np
 import pytest
+from crash_program import empty, state
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, load_checkpoint, save
 from hp_checkpoint.disk.files import header_length, read_header
@@ -22,10 +22,6 @@ from hp_checkpoint.saving.arrangements import box_name
 from hp_dtensor import RaggedShard, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-import hostile
-from crash_program import empty, state
 
 HASHES = {"model-rank-00000.safetensors": "0632ed1be7fb6c95", "model-rank-00001.safetensors": "02b45b25b356a684"}
 

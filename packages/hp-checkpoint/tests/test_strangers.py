@@ -6,18 +6,14 @@ import json
 import os
 import random
 import shutil
-import sys
-from pathlib import Path
 
+import hostile
 import pytest
+from crash_program import empty, state
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, save
 from hp_checkpoint.disk.manifest import Manifest, sealed
 from hp_checkpoint.layout.state import decode
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-import hostile
-from crash_program import empty, state
 
 
 @pytest.fixture(scope="module")

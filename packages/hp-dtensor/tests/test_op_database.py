@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("expecttest", reason="torch's operator database needs expecttest")
 
-from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 import op_database
+
+from hp_testing import on_ranks
 
 pytestmark = [
     pytest.mark.framework("torch"),

@@ -11,14 +11,14 @@ import itertools
 import os
 import random
 import re
-import sys
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import op_cases_shapes  # noqa: F401
 import pytest
 import torch
+from op_cases import CASES, Arg, Case
 
 from hp_dtensor import DTensor, Partial, Placement, RaggedShard, Replicate, Shard, StridedShard, init_device_mesh
 from hp_dtensor.layout.sharding import local_shape, take
@@ -26,10 +26,6 @@ from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.torch.backward.autograd import grad_spec
 from hp_dtensor.torch.dtensor import local_view, wrap
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # the tables; pytest imports tests by their path
-import op_cases_shapes  # noqa: F401
-from op_cases import CASES, Arg, Case
 
 pytestmark = pytest.mark.device
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from program_names import Cubed
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -26,9 +25,6 @@ from hp_dtensor import (
     init_device_mesh,
 )
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from program_names import Cubed
 
 pytestmark = pytest.mark.framework("torch")
 

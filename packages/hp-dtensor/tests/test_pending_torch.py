@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transfers import check, count_up, mesh_of
 
 from hp_dtensor import DTensor, Replicate, Shard, SkipDTensorDispatch, distribute_tensor, init_device_mesh
 from hp_dtensor.torch.moves import pending
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from transfers import check, count_up, mesh_of
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 

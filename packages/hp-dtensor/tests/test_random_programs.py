@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from program_grammar import Leaf, Program
+from program_runs import Verdict, drawn, judge, judge_all
 
 from hp_dtensor import init_device_mesh
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from program_grammar import Leaf, Program
-from program_runs import Verdict, drawn, judge, judge_all
 
 PROGRAMS = 20
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from behaviours import P, R, close, counted, line, place, rand
 
 from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from behaviours import P, R, close, counted, line, place, rand
 
 pytestmark = pytest.mark.framework("torch")
 S0, S1, S2 = Shard(0), Shard(1), Shard(2)

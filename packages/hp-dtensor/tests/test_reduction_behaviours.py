@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from behaviours import P, R, close, counted, like_one_device, line, place, rand
 from torch import nn
 
 from hp_dtensor import DTensor, Partial, Shard, distribute_module, distribute_tensor, init_device_mesh
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from behaviours import P, R, close, counted, like_one_device, line, place, rand
 
 pytestmark = pytest.mark.framework("torch")
 S0, S1, S2 = Shard(0), Shard(1), Shard(2)

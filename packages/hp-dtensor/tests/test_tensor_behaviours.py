@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from behaviours import P, R, close, counted, like_one_device, line, place, rand
 from torch import nn
 
 from hp_dtensor import (
@@ -28,9 +27,6 @@ from hp_dtensor import (
 )
 from hp_dtensor.debugging.debug import CommDebugMode
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from behaviours import P, R, close, counted, like_one_device, line, place, rand
 
 pytestmark = pytest.mark.framework("torch")
 S0, S1 = Shard(0), Shard(1)

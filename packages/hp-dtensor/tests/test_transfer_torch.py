@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transfers import check, count_up, mesh_of
 
 from hp_dtensor import (
     DeviceMesh,
@@ -26,9 +25,6 @@ from hp_dtensor.layout.sharding import take
 from hp_dtensor.redistribution import plan_transfer
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from transfers import check, count_up, mesh_of
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from behaviours import P, R, close, counted, like_one_device, line, place, rand
 
 from hp_dtensor import Shard, init_device_mesh
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from behaviours import P, R, close, counted, like_one_device, line, place, rand
 
 pytestmark = pytest.mark.framework("torch")
 

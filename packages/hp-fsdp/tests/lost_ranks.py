@@ -11,20 +11,17 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsdp_models import Net, seeded
 from torch import nn
 
 import hp_dtensor
 import hp_platform
 from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard
 from hp_testing import device_type
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fsdp_models import Net, seeded
 
 TIMEOUT = timedelta(seconds=60)
 Act = Callable[[], None]

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import Net, batch, data_mesh, pair
 from torch import nn
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, data_mesh, pair
 
 pytestmark = pytest.mark.framework("torch")
 

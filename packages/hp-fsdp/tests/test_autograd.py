@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, same_weights, seeded, train
 from torch import nn
 
 from hp_fsdp import MixedPrecisionPolicy, clip_grad_norm_, full_state_dict, fully_shard
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, same_weights, seeded, train
 
 pytestmark = pytest.mark.device
 

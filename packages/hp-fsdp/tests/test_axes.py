@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fsdp_models import Net, batch, same_gradients, seeded
 from torch import nn
 
 from hp_dtensor import Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh, shard_module
 from hp_fsdp import HSDPModule, fully_shard, hsdp
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, same_gradients, seeded
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

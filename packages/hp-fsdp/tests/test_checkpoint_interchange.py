@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsdp_models import Net, batch, close, loss_of, rows, same_weights, seeded
 from torch import nn
 
 from hp_dtensor import (
@@ -29,9 +28,6 @@ from hp_fsdp import (
     set_optimizer_state_dict,
 )
 from hp_testing import device_type, on_ranks, run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, close, loss_of, rows, same_weights, seeded
 
 pytestmark = [
     pytest.mark.framework("torch"),

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
+from fsdp_models import batch, compared, data_mesh, groups_of, loss_of, pair
 
 from hp_dtensor import init_device_mesh
 from hp_dtensor.debugging.debug import CommDebugMode
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import batch, compared, data_mesh, groups_of, loss_of, pair
 
 FORWARD = [("Net", "all_gather"), *((f"Net.blocks.{i}", "all_gather") for i in range(3))]
 

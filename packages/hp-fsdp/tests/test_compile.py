@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import copy
 import importlib
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import Net, batch, close, data_mesh, loss_of, same_gradients, same_weights, seeded, train
+from test_tensor_parallel import Parallel, data, parallelize, parts
 from torch import nn
 
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, close, data_mesh, loss_of, same_gradients, same_weights, seeded, train
-from test_tensor_parallel import Parallel, data, parallelize, parts
 
 # Dynamo asks every tensor for its gradient, and hides that warning from users, but not from a filter that raises.
 pytestmark = [pytest.mark.framework("torch"), pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]

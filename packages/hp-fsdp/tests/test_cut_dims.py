@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsdp_models import (
+    Net,
+    batch,
+    close,
+    compared,
+    data_mesh,
+    loss_of,
+    pair,
+    same_gradients,
+    same_weights,
+    seeded,
+    train,
+)
 from torch import nn
 
 from hp_dtensor import Replicate, Shard, init_device_mesh, init_empty_weights, init_parameters
@@ -28,21 +39,6 @@ from hp_fsdp import (
 from hp_platform import count_collectives
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import (
-    Net,
-    batch,
-    close,
-    compared,
-    data_mesh,
-    loss_of,
-    pair,
-    same_gradients,
-    same_weights,
-    seeded,
-    train,
-)
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import batch, data_mesh, loss_of, pair, same_gradients, seeded, train
+from micro_batches import Twice, hash_of, loss_of_micro_batch, shard, weights_after
+from test_tensor_parallel import Parallel, parallelize, parts
 from torch import nn
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import CPUOffloadPolicy, clip_grad_norm_, fully_shard, global_grad_norm
 from hp_testing import device_type, on_ranks, run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import batch, data_mesh, loss_of, pair, same_gradients, seeded, train
-from micro_batches import Twice, hash_of, loss_of_micro_batch, shard, weights_after
-from test_tensor_parallel import Parallel, parallelize, parts
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 

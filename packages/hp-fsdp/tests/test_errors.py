@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsdp_models import Net, data_mesh, pair, seeded
 from torch import nn
 
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_fsdp import MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, data_mesh, pair, seeded
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"comm_fusion_zero_copy": False}, NotImplementedError, "comm_fusion_zero_copy=False is not supported yet"),

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import batch, close, data_mesh, loss_of, same_gradients, same_weights, seeded
 from torch import nn
 
 from hp_dtensor import RaggedShard, Shard, distribute_tensor, init_device_mesh
 from hp_fsdp import clip_grad_norm_, fully_shard
 from hp_platform import collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import batch, close, data_mesh, loss_of, same_gradients, same_weights, seeded
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import Net, batch, loss_of, pair
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,9 +16,6 @@ from hp_dtensor.debugging.debug import CommDebugMode
 from hp_fsdp import MixedPrecisionPolicy, explain, fully_shard, watch_activations
 from hp_platform.communication.observing import count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, loss_of, pair
 
 pytestmark = pytest.mark.framework("torch")
 BLOCKS = [f"blocks.{i}" for i in range(3)]

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import Net, batch, data_mesh, groups_of, loss_of, pair, same_gradients, seeded
 from torch import nn
 
 from hp_fsdp import fully_shard, register_fsdp_forward_method
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, data_mesh, groups_of, loss_of, pair, same_gradients, seeded
 
 
 def models(*args: Any, **options: Any) -> tuple[Any, Any]:

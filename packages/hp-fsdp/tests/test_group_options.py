@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import Net, batch, close, data_mesh, groups_of, loss_of, pair, same_gradients, seeded, train
 from torch import nn
 
 from hp_dtensor import Replicate, Shard, init_device_mesh, init_empty_weights, init_parameters
@@ -22,9 +21,6 @@ from hp_fsdp import (
 )
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, close, data_mesh, groups_of, loss_of, pair, same_gradients, seeded, train
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsdp_models import Net, batch, compared, data_mesh, groups_of, loss_of, rows, same_gradients, seeded, train
 from torch import nn
 
 from hp_fsdp import clip_grad_norm_, explain, full_state_dict, fully_shard
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, compared, data_mesh, groups_of, loss_of, rows, same_gradients, seeded, train
 
 
 class Tied(nn.Module):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from fsdp_models import Net, batch, data_mesh, loss_of, pair, same_gradients, seeded
 from torch.utils.checkpoint import checkpoint
 
 from hp_fsdp import fully_shard
@@ -13,9 +11,6 @@ from hp_platform import count_collectives
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import DeferredGradients, KeptOutputs, mark
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, data_mesh, loss_of, pair, same_gradients, seeded
 
 pytestmark = pytest.mark.framework("torch")
 

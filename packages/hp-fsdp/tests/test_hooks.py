@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import OrderedDict, namedtuple
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from hp_fsdp import HSDPModule, fully_shard
-from hp_fsdp.torch.steps.hooks import map_tensors, tensors
-from hp_platform import count_collectives
-from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import (
     Block,
     Net,
@@ -32,6 +21,13 @@ from fsdp_models import (
     seeded,
     train,
 )
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hp_fsdp import HSDPModule, fully_shard
+from hp_fsdp.torch.steps.hooks import map_tensors, tensors
+from hp_platform import count_collectives
+from hp_testing import on_ranks
 
 pytestmark = pytest.mark.device
 

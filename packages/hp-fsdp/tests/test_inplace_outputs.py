@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsdp_models import data_mesh, pair, rows, same_gradients, seeded
 from torch import nn
 
 from hp_fsdp import fully_shard
 from hp_platform import count_collectives
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import data_mesh, pair, rows, same_gradients, seeded
 
 pytestmark = pytest.mark.device
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, same_gradients, seeded, train
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from hp_dtensor import DTensor, init_empty_weights, init_parameters
 from hp_fsdp import fully_shard, load_full_state_dict
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, same_gradients, seeded, train
 
 pytestmark = pytest.mark.device
 

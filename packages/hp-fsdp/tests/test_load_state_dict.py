@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import Buffered, Net, batch, loss_of, other_values, pair, same_weights, seeded, train
 from torch import nn
 
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_fsdp import fully_shard
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Buffered, Net, batch, loss_of, other_values, pair, same_weights, seeded, train
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 

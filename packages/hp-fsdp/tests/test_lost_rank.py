@@ -7,16 +7,13 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
+import lost_ranks
 import pytest
 
 from hp_testing.pools import target
 from hp_testing.pools.processes import rank_processes
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-import lost_ranks
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -8,23 +8,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsdp_models import Net, batch, groups_of, loss_of, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import CPUOffloadPolicy, clip_grad_norm_, fully_shard
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, groups_of, loss_of, seeded
 
 pytestmark = pytest.mark.device
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch.distributed.fsdp as torchs
+from fsdp_models import Net, pair, seeded, train
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import DataParallelMeshDims, FSDPModule, fully_shard
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, pair, seeded, train
 
 NAMES = ("replicate", "a", "b", "tp")
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from fsdp_models import Net, batch, close, data_mesh, groups_of, loss_of, pair, seeded
 from torch import nn
 
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, close, data_mesh, groups_of, loss_of, pair, seeded
 
 pytestmark = pytest.mark.device
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-
-import hp_platform
-from hp_fsdp import clip_grad_norm_
-from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import Net, batch, compared, groups_of, loss_of, pair
 
+import hp_platform
 from hp_dtensor import init_device_mesh
+from hp_fsdp import clip_grad_norm_
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, same_weights
 from torch import nn
 
 from hp_dtensor.torch.extend import local_view
@@ -24,9 +24,6 @@ from hp_fsdp import (
     set_optimizer_state_dict,
 )
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, same_weights
 
 pytestmark = pytest.mark.framework("torch")
 FULL = StateDictOptions(full_state_dict=True)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsdp_models import loss_of, pair, rows, same_gradients, train
 from torch import nn
 from torch.distributed import fsdp
 
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import loss_of, pair, rows, same_gradients, train
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-from hp_dtensor import DTensor, RaggedShard, init_empty_weights, init_parameters
-from hp_fsdp import StateDictOptions, fully_shard, set_model_state_dict
-from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import (
     Net,
     batch,
@@ -28,6 +18,11 @@ from fsdp_models import (
     seeded,
     train,
 )
+from torch import nn
+
+from hp_dtensor import DTensor, RaggedShard, init_empty_weights, init_parameters
+from hp_fsdp import StateDictOptions, fully_shard, set_model_state_dict
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from fsdp_models import Net, loss_of, pair, rows, same_gradients, same_weights
 from torch import nn
 
 from hp_fsdp import share_comm_ctx
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, loss_of, pair, rows, same_gradients, same_weights
 
 pytestmark = pytest.mark.framework("torch")
 

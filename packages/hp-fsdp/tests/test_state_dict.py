@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._python_dispatch
+from fsdp_models import Buffered, Net, batch, loss_of, other_values, pair, same_weights, seeded, train
 from torch import nn
 
 from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh
@@ -27,9 +26,6 @@ from hp_fsdp import (
 )
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Buffered, Net, batch, loss_of, other_values, pair, same_weights, seeded, train
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 FULL = StateDictOptions(full_state_dict=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from fsdp_models import ROWS, close, loss_of, same_gradients, same_weights, seeded
 from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -15,9 +14,6 @@ from hp_dtensor.torch.api import distribute_parameter
 from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard, global_grad_norm, load_full_state_dict
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import ROWS, close, loss_of, same_gradients, same_weights, seeded
 
 pytestmark = pytest.mark.device
 

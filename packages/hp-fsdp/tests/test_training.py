@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from hp_dtensor import init_device_mesh
-from hp_fsdp import clip_grad_norm_, fully_shard, hsdp_sync_stream
-from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_models import (
     Net,
     batch,
@@ -28,6 +19,11 @@ from fsdp_models import (
     seeded,
     train,
 )
+from torch import nn
+
+from hp_dtensor import init_device_mesh
+from hp_fsdp import clip_grad_norm_, fully_shard, hsdp_sync_stream
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device
 

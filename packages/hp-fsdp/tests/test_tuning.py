@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import Net, batch, compared, data_mesh, groups_of, loss_of, pair, same_gradients, seeded, train
 from torch import nn
 
 from hp_dtensor import distribute_tensor, init_device_mesh
 from hp_fsdp import fully_shard
 from hp_platform import collectives, count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Net, batch, compared, data_mesh, groups_of, loss_of, pair, same_gradients, seeded, train
 
 pytestmark = pytest.mark.device
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsdp_models import batch, close
 from torch import nn
 
 from hp_dtensor import (
@@ -26,9 +25,6 @@ from hp_dtensor import (
 from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard, get_model_state_dict, hsdp, set_model_state_dict
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import batch, close
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

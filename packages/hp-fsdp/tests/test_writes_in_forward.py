@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsdp_models import data_mesh, seeded
 from torch import nn
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import fully_shard
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import data_mesh, seeded
 
 pytestmark = pytest.mark.device
 

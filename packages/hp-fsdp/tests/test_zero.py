@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from fsdp_models import Block, Net, batch, close, compared, loss_of, same_gradients, same_weights, seeded, train
 from torch import nn
 
 from hp_dtensor import RaggedShard, Replicate
 from hp_fsdp import clip_grad_norm_, full_state_dict, fully_shard, hsdp, hsdp_sync_stream, modules_by_size
 from hp_platform import count_collectives
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_models import Block, Net, batch, close, compared, loss_of, same_gradients, same_weights, seeded, train
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from moe_models import saved_bytes, sum_over_ranks
 
 from hp_dtensor import init_device_mesh

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from moe_models import Float64, build, sum_over_ranks
 from moe_runs import Run, worst_error
+from torch import nn
 
 from hp_moe import global_auxiliary_loss
 from hp_testing import device_type, on_ranks

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from deterministic_experts import Model, weights_after
 
 from hp_dtensor import init_device_mesh

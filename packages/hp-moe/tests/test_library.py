@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from moe_models import OWN, Float64, build, experts
 
 import hp_moe.torch.library as library

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from deterministic_experts import shuffled
 from test_replicas import EXPERTS, build, compare
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from moe_runs import FAMILIES, ROUTINGS, Run, worst_error
 
 from hp_testing import on_ranks

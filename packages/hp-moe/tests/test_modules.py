@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from moe_models import sum_over_ranks
 
 from hp_dtensor import init_device_mesh

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from moe_models import sum_over_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from moe_models import sum_over_ranks
 
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_moe import (

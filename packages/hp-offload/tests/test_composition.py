@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from offload_models import Net, net
 
 from hp_dtensor import DTensor, init_device_mesh
 from hp_fsdp import CPUOffloadPolicy, fully_shard
@@ -25,9 +24,6 @@ from hp_optim import AdamW, SwapOptimizerConfig, swap_optimizer
 from hp_platform import count_collectives, get_platform
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from offload_models import Net, net
 
 pytestmark = pytest.mark.framework("torch")
 SAVE, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 import warnings
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from offload_models import net
 from torch import nn
 
 from hp_dtensor import implicit_replication, init_device_mesh
@@ -23,9 +22,6 @@ from hp_platform.frames import frame
 from hp_platform.torch.heavy import DeferredGradients, mark
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from offload_models import net
 
 pytestmark = pytest.mark.framework("torch")
 CASES = 6

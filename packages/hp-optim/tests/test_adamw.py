@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optim_models import net, whole_gradients
 from torch import nn
 
 from hp_optim import AdamW, AdamW8bit
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from optim_models import net, whole_gradients
 
 pytestmark = pytest.mark.framework("torch")
 

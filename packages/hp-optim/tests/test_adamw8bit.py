@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from optim_layouts import mesh_of
 from torch import nn
 
 from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor
@@ -30,9 +29,6 @@ from hp_optim.torch.states.quantized import (
     nearest,
 )
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from optim_layouts import mesh_of
 
 pytestmark = pytest.mark.framework("torch")
 CPU = torch.device("cpu")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from optim_layouts import both, give, hsdp, lay_plain, mesh_of, ragged, ragged_groups, slices, tensor_parallel
+from optim_models import Net, net
 from torch import nn
 
 from hp_dtensor import DTensor
@@ -18,10 +18,6 @@ from hp_fsdp import fully_shard
 from hp_optim import AdamW
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from optim_layouts import both, give, hsdp, lay_plain, mesh_of, ragged, ragged_groups, slices, tensor_parallel
-from optim_models import Net, net
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from optim_layouts import mesh_of
 from torch import nn
 
 from hp_fsdp import fully_shard
 from hp_optim import AdamW, Muon
 from hp_platform import count_collectives
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from optim_layouts import mesh_of
 
 pytestmark = pytest.mark.framework("torch")
 Change = Callable[[Any, Any], None]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optim_models import net, whole_gradients
 from torch import nn
 
 from hp_optim import AdamW, ChainedOptimizer, Muon, get_hyper_lr_scheduler, get_hyper_optimizer
 from hp_optim.splitting import default_patterns
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from optim_models import net, whole_gradients
 
 pytestmark = pytest.mark.framework("torch")
 MATRICES = ["first.weight", "experts.*", "qkv.weight", "out.weight"]

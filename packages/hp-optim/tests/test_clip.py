@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from optim_layouts import TENSOR_PARALLEL, give, lay_out
+from optim_models import Net, net
 from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, Shard, init_device_mesh
@@ -17,10 +17,6 @@ from hp_fsdp import clip_grad_norm_, fully_shard, global_grad_norm
 from hp_optim import get_hyper_optimizer
 from hp_platform import count_collectives, get_platform
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from optim_layouts import TENSOR_PARALLEL, give, lay_out
-from optim_models import Net, net
 
 pytestmark = pytest.mark.framework("torch")
 EXPERTS = {"experts.up": [Shard(0)], "experts.down": [Shard(0)]}

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from hp_dtensor import DTensor
-from hp_optim import AdamW, Muon, SwapOptimizerConfig, get_hyper_optimizer, swap_optimizer
-from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from optim_layouts import (
     both,
     expert_parallel,
@@ -28,6 +19,11 @@ from optim_layouts import (
     tensor_parallel,
 )
 from optim_models import Net, net
+from torch import nn
+
+from hp_dtensor import DTensor
+from hp_optim import AdamW, Muon, SwapOptimizerConfig, get_hyper_optimizer, swap_optimizer
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 

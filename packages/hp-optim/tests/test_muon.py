@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optim_models import MuonFormula, net, whole_gradients
 from torch import nn
 
 from hp_optim import MatrixRule, Muon
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from optim_models import MuonFormula, net, whole_gradients
 
 pytestmark = pytest.mark.framework("torch")
 HEADS = {"head_wise": True, "head_dim": 4, "head_wise_patterns": ["qkv.weight"]}

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from hp_dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from hp_fsdp import fully_shard
-from hp_optim import Muon
-from hp_platform import count_collectives
-from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from optim_layouts import (
     both,
     crossed,
@@ -33,6 +22,13 @@ from optim_layouts import (
     tensor_parallel,
 )
 from optim_models import Net, net
+from torch import nn
+
+from hp_dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from hp_fsdp import fully_shard
+from hp_optim import Muon
+from hp_platform import count_collectives
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
 STEPS = 10

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optim_layouts import mesh_of
 from torch import nn
 
 from hp_fsdp import fully_shard
 from hp_optim import AdamW, AdamW8bit, Muon, SwapOptimizerConfig, swap_optimizer
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from optim_layouts import mesh_of
 
 pytestmark = pytest.mark.framework("torch")
 Make = Callable[[list[Any]], Any]

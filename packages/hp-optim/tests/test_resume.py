@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from optim_layouts import give, mesh_of
+from optim_models import net
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
@@ -28,10 +29,6 @@ from hp_optim import (
 )
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from optim_layouts import give, mesh_of
-from optim_models import net
 
 pytestmark = pytest.mark.framework("torch")
 FULL = StateDictOptions(full_state_dict=True)

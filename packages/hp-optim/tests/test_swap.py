@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optim_layouts import give, mesh_of
+from optim_models import net
 from torch import nn
 
 from hp_fsdp import fully_shard, get_optimizer_state_dict, set_optimizer_state_dict
@@ -17,10 +17,6 @@ from hp_optim import AdamW, ChainedOptimizer, Muon, SwapOptimizerConfig, get_hyp
 from hp_optim.swapping import cut_in_slices
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from optim_layouts import give, mesh_of
-from optim_models import net
 
 pytestmark = pytest.mark.framework("torch")
 Make = Callable[[nn.Module], Any]

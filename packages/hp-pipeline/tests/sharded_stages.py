@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from pipeline_models import Net, Stage, batch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -22,9 +21,6 @@ from hp_pipeline import (
 )
 from hp_platform import count_collectives
 from hp_testing import device_type
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_models import Net, Stage, batch
 
 ROWS = 12
 KINDS = ["ours", "torch"]

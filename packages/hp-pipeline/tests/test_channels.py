@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_models import Net, batch
+from test_running import build, close, compare, compare_step
 from torch import nn
 
 import hp_pipeline
@@ -17,10 +17,6 @@ from hp_pipeline.messages import links
 from hp_platform import get_platform
 from hp_platform.torch import collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_models import Net, batch
-from test_running import build, close, compare, compare_step
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 

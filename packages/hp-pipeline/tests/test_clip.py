@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from test_shared import Table, tokens
 from torch import nn
 
 import hp_pipeline
@@ -16,9 +14,6 @@ from hp_fsdp import clip_grad_norm_, fully_shard, global_grad_norm
 from hp_optim import get_hyper_optimizer
 from hp_pipeline import PipelineStage, SharedParameterInfo, placed
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from test_shared import Table, tokens
 
 pytestmark = [
     pytest.mark.framework("torch"),

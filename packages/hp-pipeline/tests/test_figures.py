@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_models import Net, Stage, batch, reference
+from test_running import close
 from torch import nn
 
 import hp_pipeline
 from hp_pipeline import Costs, Pipeline, PipelineSchedule, PipelineStage, check, placed, schedules
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_models import Net, Stage, batch, reference
-from test_running import close
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import failing_stage
+import lost_stage
 import pytest
 
 from hp_testing.pools import target
 from hp_testing.pools.processes import rank_processes
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-import failing_stage
-import lost_stage
 
 pytestmark = [
     pytest.mark.framework("torch"),

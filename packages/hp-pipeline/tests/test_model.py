@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_models import Net, Stage, batch
 from torch import nn
 
 from hp_pipeline import PipelinedModel, PipelineStage, ScheduleGPipe, ScheduleZBV
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_models import Net, Stage, batch
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
+from pipeline_models import Net, Stage, batch, reference
+from test_running import close
 
 from hp_pipeline import MetaStepType, PipelineSchedule, PipelineStage, ScheduleInterleaved1F1B
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_models import Net, Stage, batch, reference
-from test_running import close
 
 pytestmark = pytest.mark.framework("torch")
 

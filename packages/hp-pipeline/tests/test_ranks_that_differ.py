@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_models import Net, batch
+from test_running import build, compare_step
 from torch import nn
 
 import hp_pipeline
@@ -20,10 +20,6 @@ from hp_dtensor import DeviceMesh, DTensor, Replicate
 from hp_pipeline import MetaStepType, PipelineError, PipelineStage, SharedParameterInfo
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_models import Net, batch
-from test_running import build, compare_step
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 

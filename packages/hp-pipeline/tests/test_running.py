@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_models import Net, Stage, batch, reference
 from torch import nn
 
 import hp_pipeline
 from hp_pipeline import MetaStepType, PipelineError, PipelineSchedule, PipelineStage, lower, placed, schedules
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_models import Net, Stage, batch, reference
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 

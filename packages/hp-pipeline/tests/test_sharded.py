@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_models import Net, Stage
+from sharded_stages import GATHER, KINDS, Reductions, assert_close, build, meshes, modules_of, own_rows, shard, trained
 
 from hp_pipeline import (
     MetaStepType,
@@ -17,10 +17,6 @@ from hp_pipeline import (
 )
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_models import Net, Stage
-from sharded_stages import GATHER, KINDS, Reductions, assert_close, build, meshes, modules_of, own_rows, shard, trained
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_models import Net, Stage, batch
+from sharded_stages import (
+    KINDS,
+    ROWS,
+    Reductions,
+    assert_close,
+    build,
+    meshes,
+    modules_of,
+    own_rows,
+    shard,
+    trained,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -27,21 +37,6 @@ from hp_pipeline import (
     placed,
 )
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_models import Net, Stage, batch
-from sharded_stages import (
-    KINDS,
-    ROWS,
-    Reductions,
-    assert_close,
-    build,
-    meshes,
-    modules_of,
-    own_rows,
-    shard,
-    trained,
-)
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pipeline_transformers import batch, build
 from torch import nn
 
 from hp_pipeline import Pipeline, placed, schedules, simulate, split_model
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_transformers import batch, build
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_transformers import batch, build, pipelined, reference
 from torch import nn
 
 import hp_pipeline
@@ -16,9 +15,6 @@ from hp_dtensor import init_device_mesh
 from hp_fsdp import fully_shard
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_transformers import batch, build, pipelined, reference
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_models import Net, Stage, batch
 from torch import nn
 
 import hp_pipeline
 from hp_offload import SwapManager
 from hp_pipeline import MetaStepType, PipelineStage, check, lower, placed
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_models import Net, Stage, batch
 
 pytestmark = pytest.mark.framework("torch")
 

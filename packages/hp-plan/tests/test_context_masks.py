@@ -6,21 +6,17 @@ All combinations are run by ``nox -s context``; here is one of each kind.
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from context_cases import LENGTH, VOCABULARY, Case, batch_of, build, judge, run
 
 from hp_dtensor import init_device_mesh
 from hp_platform import count_collectives
 from hp_styles import AsyncContextParallel, ContextParallel, context_parallel_shard, parallelize_module
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from context_cases import LENGTH, VOCABULARY, Case, batch_of, build, judge, run
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 RIGHT = [

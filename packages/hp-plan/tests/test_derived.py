@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from families import FAMILIES
+from family_cells import CELLS, plan_of
 
 from hp_plan import ParallelPlan, PlanError, build_model, lint
 from hp_plan.structure.inferred_styles import derived_table
 from hp_plan.structure.outline import ModelOutline, ModuleOutline
 from hp_plan.structure.style_tables import choose_styles, style_notes
 from hp_plan.torch.models import outline
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from families import FAMILIES
-from family_cells import CELLS, plan_of
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 

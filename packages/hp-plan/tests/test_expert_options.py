@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
+from expert_families import plan_of
 
 from hp_moe import rebalance
 from hp_plan import ExpertsSection, ParallelPlan, apply, build_model, lint, verify
 from hp_plan.port import models
 from hp_plan.structure.memory import training_bytes
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from expert_families import plan_of
 
 pytestmark = [
     pytest.mark.framework("torch"),  # transformers' models are PyTorch's

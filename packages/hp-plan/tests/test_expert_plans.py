@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from expert_families import plan_of
 
 from hp_plan import ParallelPlan, apply, build_model, lint, verify
 from hp_plan.extend import data_parallel_rows
@@ -18,9 +17,6 @@ from hp_plan.structure.memory import training_bytes
 from hp_plan.structure.outline import ModelOutline
 from hp_plan.torch.comparing.float64 import Float64
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from expert_families import plan_of
 
 pytestmark = [
     pytest.mark.framework("torch"),  # transformers' models are PyTorch's

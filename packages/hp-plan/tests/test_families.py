@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from families import FAMILIES
+from family_cells import CELLS, judge, plan_of
 
 from hp_plan import apply, build_model, verify
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from families import FAMILIES
-from family_cells import CELLS, judge, plan_of
 
 pytestmark = [
     pytest.mark.framework("torch"),  # transformers' models are PyTorch's

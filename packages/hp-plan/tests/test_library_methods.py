@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -11,16 +10,14 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from families import FAMILIES
+from family_cells import Cell, plan_of
 from torch.distributed import distributed_c10d
 
 from hp_plan import apply, build_model
 from hp_plan.torch.library import saving
 from hp_platform import get_platform
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from families import FAMILIES
-from family_cells import Cell, plan_of
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from product_runs import judge, judge_sabotage, judge_training
 from products import Product, Sabotaged, draw, sabotaged
 from small_models import VOCABULARY, Swept, build
+
+from hp_testing import on_ranks
 
 pytestmark = [
     pytest.mark.framework("torch"),  # transformers' models are PyTorch's

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from test_packing import SMALL, plan_of, samples
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -18,9 +16,6 @@ from hp_plan.torch.comparing.float64 import Float64
 from hp_plan.torch.extend import backward_loss, clip_gradients, evaluate
 from hp_platform import get_platform, manual_seed
 from hp_testing import device_type, on_ranks, run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from test_packing import SMALL, plan_of, samples
 
 pytestmark = pytest.mark.framework("torch")
 SHARDED = {"fsdp": {"groups": ["model.layers.*"]}}

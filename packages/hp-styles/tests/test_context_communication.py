@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from context_models import DIM, LENGTH, SIZE, Attention, Model, context_mesh, loss_of, random_batch, sum_over_ranks
 
 from hp_platform import count_collectives
 from hp_styles import (
@@ -19,9 +18,6 @@ from hp_styles import (
 )
 from hp_styles.context.header import SIZE as SIZE_OF_HEADER
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from context_models import DIM, LENGTH, SIZE, Attention, Model, context_mesh, loss_of, random_batch, sum_over_ranks
 
 pytestmark = pytest.mark.framework("torch")
 

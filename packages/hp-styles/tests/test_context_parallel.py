@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from context_models import DIM, LENGTH, SIZE, Attention, Model, context_mesh, loss_of, random_batch, sum_over_ranks
 from torch import nn
 
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -26,9 +25,6 @@ from hp_styles import (
     parallelize_module,
 )
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from context_models import DIM, LENGTH, SIZE, Attention, Model, context_mesh, loss_of, random_batch, sum_over_ranks
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

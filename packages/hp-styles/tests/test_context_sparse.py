@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sparse_model import DIM, HEADS, ROPE, SELECTED, SIZE, Attention, Block, Loss, Model, batch, options, total
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DTensor, Replicate, Shard, init_device_mesh
@@ -29,9 +28,6 @@ from hp_styles import (
 from hp_styles.context.plan import chunks_of
 from hp_styles.torch.context.gather import Whole
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from sparse_model import DIM, HEADS, ROPE, SELECTED, SIZE, Attention, Block, Loss, Model, batch, options, total
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

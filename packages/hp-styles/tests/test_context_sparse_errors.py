@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sparse_model import DIM, Attention, Block, Indexer, Loss, options
 from torch import nn
 
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -23,9 +22,6 @@ from hp_styles import (
     parallelize_module,
 )
 from hp_testing import device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from sparse_model import DIM, Attention, Block, Indexer, Loss, options
 
 pytestmark = pytest.mark.framework("torch")
 R = Replicate()

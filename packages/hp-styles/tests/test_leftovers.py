@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+import sparse_model
 import torch
 import torch.nn.functional as F
+from context_models import SIZE, Model, context_mesh, loss_of, random_batch
 
 from hp_dtensor import Replicate
 from hp_styles import (
@@ -26,10 +26,6 @@ from hp_styles import (
 )
 from hp_testing import device_type, on_ranks
 from hp_testing.leftovers import leftovers
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-import sparse_model
-from context_models import SIZE, Model, context_mesh, loss_of, random_batch
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from terminal import PROMPT, in_terminal
 
 pytestmark = [

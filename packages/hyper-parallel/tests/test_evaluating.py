@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chat_models import CHATML, save_tokenizer, write
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -24,10 +24,6 @@ from hyper_parallel.reports.output import OutputError
 from hyper_parallel.training.evaluating import check_checkpoint, check_parts, evaluate
 from hyper_parallel.training.prompts import check_prompts, first_prompt, prompt_tokens
 from hyper_parallel.worker import train
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from chat_models import CHATML, save_tokenizer, write
 
 pytestmark = pytest.mark.framework("torch")
 SMALL = {

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from pathlib import Path
 
 import pytest
+from launched_commands import PLAN
+from terminal import in_terminal, screen
 
 from hyper_parallel.reports.events import EventReader, EventWriter, Tail
 from hyper_parallel.reports.output import Step, Summary
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from launched_commands import PLAN
-from terminal import in_terminal, screen
 
 STEPS = [Step(i, 5.0 / i, 1.25, 1e-3, 12345.6, 300 << 20, 0.5) for i in (1, 2)]
 SUMMARY = Summary(2, 5.0, 2.5, 1000, 20.0, (300 << 20, 200 << 20), "runs/x", "runs/x/checkpoint", None)

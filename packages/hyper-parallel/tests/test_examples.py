@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from chat_models import CHATML, save_tokenizer, write
 from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
@@ -20,10 +20,6 @@ from hyper_parallel.data.samples import IGNORED
 from hyper_parallel.data.tokenization.preparing import is_prepared, prepare
 from hyper_parallel.data.tokenization.tokenizing import Bytes, read_tokenizer
 from hyper_parallel.training.checking import check_run
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from chat_models import CHATML, save_tokenizer, write
 
 pytestmark = pytest.mark.framework("torch")  # transformers reads chat templates
 MARKED = (

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "hp-moe" / "tests"))
 from moe_runs import Run, judge
 
 from hp_dtensor import DTensor, init_device_mesh

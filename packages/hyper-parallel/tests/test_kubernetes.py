@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from launched_commands import LIMIT, fill
 
 pytestmark = [

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 
 import pytest
+from small_runs import EXPERTS, TABLES
 
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hp_testing import on_ranks
 from hp_testing.leftovers import leftovers
 from hyper_parallel.run import Run
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from small_runs import EXPERTS, TABLES
 
 pytestmark = pytest.mark.framework("torch")
 

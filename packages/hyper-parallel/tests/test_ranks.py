@@ -10,16 +10,10 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from hp_testing import run_ranks
-from hp_testing.pools.processes import rank_processes
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from launched_commands import (
     ENDLESS,
     LIMIT,
@@ -36,6 +30,9 @@ from launched_commands import (
     wait_until,
     write_plan,
 )
+
+from hp_testing import run_ranks
+from hp_testing.pools.processes import rank_processes
 
 pytestmark = [
     pytest.mark.framework("torch"),  # its programs are; tests/mindspore has those of msrun

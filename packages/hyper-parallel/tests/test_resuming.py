@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
+from small_runs import DROPOUT, EXPERTS, TABLES, losses, run
 from typer.testing import CliRunner
 
 from hp_checkpoint import save
@@ -21,9 +20,6 @@ from hyper_parallel.data import DataError, write_tokens
 from hyper_parallel.reports.output import OutputError, Step, as_json
 from hyper_parallel.run import keep_lines
 from hyper_parallel.training.data_order import check_resume
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from small_runs import DROPOUT, EXPERTS, TABLES, losses, run
 
 CONFIGS = ("config.json", "generation_config.json")
 

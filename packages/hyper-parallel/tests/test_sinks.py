@@ -11,15 +11,12 @@ import sys
 import threading
 import time
 import warnings
-from pathlib import Path
 
 import pytest
+from small_runs import run
 
 from hp_testing import run_ranks
 from hyper_parallel.reports.sinks import Background, JsonLines, TensorBoard, WeightsAndBiases
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from small_runs import run
 
 
 class Recording:

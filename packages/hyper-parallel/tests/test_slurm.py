@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched_commands import LIMIT, TORCHRUN, fill, wait_until, write_plan
 
 from hyper_parallel.commands import cli
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from launched_commands import LIMIT, TORCHRUN, fill, wait_until, write_plan
 
 pytestmark = [
     pytest.mark.framework("torch"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_runs import DROPOUT, EXPERTS, TABLES, losses, run, validations
 
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
@@ -19,9 +20,6 @@ from hyper_parallel.data import Packed, Rows, TokenFile, write_tokens
 from hyper_parallel.torch import gathering
 from hyper_parallel.torch.trainer import Trainer
 from hyper_parallel.training.validation import Validation
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from small_runs import DROPOUT, EXPERTS, TABLES, losses, run, validations
 
 
 @on_ranks(2)

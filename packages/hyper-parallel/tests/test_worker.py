@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import ending_rank
 import pytest
 
 from hp_testing.pools.processes import rank_processes
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-import ending_rank
 
 pytestmark = [
     pytest.mark.framework("torch"),

@@ -6,22 +6,18 @@ import contextlib
 import os
 import pickle
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoint_layouts import choose_placements, choose_shape
 
 from hp_checkpoint import InvalidCheckpointError, load, load_model
 from hp_checkpoint.disk.files import Chunk, Entry, Kind, check_cover
 from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # pytest imports tests by their path
-from checkpoint_layouts import choose_placements, choose_shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated", "ignore:torch.distributed is disabled")
 

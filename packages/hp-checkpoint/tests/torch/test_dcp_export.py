@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import pickle
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoint_layouts import choose_placements, choose_shape
 from safetensors.torch import load_file
 
 from hp_checkpoint import load, save
@@ -21,9 +20,6 @@ from hp_checkpoint.formats.dcp_export import Call, Name, blocks, pickled, to_dcp
 from hp_dtensor import distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_tensor, device_type, on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # pytest imports tests by their path
-from checkpoint_layouts import choose_placements, choose_shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated", "ignore:torch.distributed is disabled")
 KINDS = "float64 float16 bfloat16 uint16 uint64 int8 bool complex64 float8_e4m3fn".split()

@@ -12,15 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from mutants import _bomb
 
 from hp_checkpoint import InvalidCheckpointError, load, load_checkpoint, load_model, save
 from hp_checkpoint.disk.manifest import Manifest, sealed
 from hp_checkpoint.disk.tools import summary
 from hp_checkpoint.formats.torch_files import torch_file, value_names
 from hp_checkpoint.formats.unpickling import read_pickle
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # pytest imports tests by their path
-from mutants import _bomb
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated", "ignore:torch.distributed is disabled")
 SLOTS = b"N}X\x08\0\0\0__init__Ns\x86b"

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from mindspore_operator_table import OPERATORS
 from mindspore_operators import judge
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import mindspore as ms
 import numpy as np
 import pytest
+from fsdp_cells import data_mesh
 from mindspore import Tensor, nn, ops
 from mindspore.train import ModelCheckpoint, RunContext
 from mindspore.train.callback import _InternalCallbackParam
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_cells import data_mesh
 
 from hp_dtensor import parallelize_value_and_grad
 from hp_fsdp import full_state_dict, fully_shard

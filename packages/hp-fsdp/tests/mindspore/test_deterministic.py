@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import mindspore
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import (
     Net,
     batch,
@@ -28,6 +23,7 @@ from fsdp_cells import (
     train,
     world,
 )
+from mindspore import Tensor, mint, nn
 
 from hp_dtensor import Shard, SkipDTensorDispatch, init_device_mesh
 from hp_fsdp import (

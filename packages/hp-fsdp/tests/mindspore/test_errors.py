@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from mindspore import mint, nn
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import Net, data_mesh, pair, seeded
+from mindspore import mint, nn
 
 from hp_dtensor import Replicate, Shard, init_device_mesh
 from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import mindspore
 import numpy as np
 import pytest
+from fsdp_cells import Net, batch, data_mesh, differentiated, gathered, groups_of, loss_of, pair, seeded, world
 from mindspore import Tensor, mint, nn
 from mindspore.experimental import optim
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_cells import Net, batch, data_mesh, differentiated, gathered, groups_of, loss_of, pair, seeded, world
 
 from hp_dtensor import SkipDTensorDispatch
 from hp_dtensor.debugging.debug import CommDebugMode

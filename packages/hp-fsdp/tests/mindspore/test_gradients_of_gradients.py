@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import mindspore
 import pytest
+from fsdp_cells import batch, differentiated, gathered, loss_of, pair, train
 from mindspore import mint, ops
 
 from hp_dtensor import parallelize_value_and_grad
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_cells import batch, differentiated, gathered, loss_of, pair, train
 
 TWICE = r"was differentiated twice: on MindSpore its gradient is a number .* ops\.stop_gradient\(\)"
 

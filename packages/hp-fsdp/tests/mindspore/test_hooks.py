@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import gc
-import sys
-from pathlib import Path
 
 import mindspore
 import pytest
-from mindspore import mint, nn, ops
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import (
     Block,
     Net,
@@ -25,6 +20,7 @@ from fsdp_cells import (
     sgd,
     train,
 )
+from mindspore import mint, nn, ops
 
 from hp_dtensor import DTensor
 from hp_dtensor.debugging.debug import CommDebugMode

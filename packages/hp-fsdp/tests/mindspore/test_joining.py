@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import mindspore
 import mindspore.mint.nn.functional as F
 import numpy as np
 import pytest
+from fsdp_cells import Block, Net, batch, data_mesh, differentiated, pair, same_gradients, seeded, train, world
 from mindspore import Parameter, Tensor, mint, nn
 from mindspore.common.initializer import Normal, initializer
 from mindspore.experimental import optim
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_cells import Block, Net, batch, data_mesh, differentiated, pair, same_gradients, seeded, train, world
 
 from hp_dtensor import DTensor, SkipDTensorDispatch, init_device_mesh
 from hp_fsdp import MixedPrecisionPolicy, fully_shard

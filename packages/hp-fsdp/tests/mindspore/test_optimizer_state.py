@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import mindspore
 import numpy as np
 import pytest
+from fsdp_cells import Net, batch, close, data_mesh, differentiated, double, pair, same_weights, seeded, whole, world
 from mindspore import Tensor, mint, nn
 from mindspore.experimental import optim
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_cells import Net, batch, close, data_mesh, differentiated, double, pair, same_weights, seeded, whole, world
 
 from hp_dtensor import DTensor, SkipDTensorDispatch, init_device_mesh
 from hp_fsdp import (

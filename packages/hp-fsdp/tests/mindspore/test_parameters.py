@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import mindspore
 import mindspore.mint.nn.functional as F
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn
-from mindspore.common.initializer import Normal, initializer
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import (
     Block,
     Net,
@@ -28,6 +21,8 @@ from fsdp_cells import (
     train,
     whole,
 )
+from mindspore import Tensor, mint, nn
+from mindspore.common.initializer import Normal, initializer
 
 from hp_dtensor import DTensor, init_empty_weights, init_parameters
 from hp_fsdp import fully_shard

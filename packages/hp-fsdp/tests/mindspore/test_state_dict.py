@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import Net, batch, close, data_mesh, double, pair, same_weights, seeded, train, world
+from mindspore import Parameter, Tensor, nn
 
 from hp_dtensor import (
     DTensor,

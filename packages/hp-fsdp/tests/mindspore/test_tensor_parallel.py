@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import mindspore.mint.nn.functional as F
 import numpy as np
 import pytest
+from fsdp_cells import ROWS, close, differentiated, loss_of, pair, same_gradients, same_weights, seeded, sgd, whole
 from mindspore import Parameter, Tensor, mint, nn
 from mindspore.experimental.optim import AdamW
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from fsdp_cells import ROWS, close, differentiated, loss_of, pair, same_gradients, same_weights, seeded, sgd, whole
 
 from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, SkipDTensorDispatch, init_device_mesh
 from hp_dtensor.mindspore.api import distribute_parameter

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import mindspore
 import pytest
-from mindspore import mint, nn
-from mindspore.experimental.optim import AdamW
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import (
     Net,
     batch,
@@ -27,6 +20,8 @@ from fsdp_cells import (
     whole,
     world,
 )
+from mindspore import mint, nn
+from mindspore.experimental.optim import AdamW
 
 from hp_dtensor import DTensor, RaggedShard, SkipDTensorDispatch, init_device_mesh
 from hp_fsdp import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, hsdp_sync_stream

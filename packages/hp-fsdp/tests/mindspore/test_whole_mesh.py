@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import Block, batch, close, differentiated, double, same_gradients, same_weights, seeded, sgd
+from mindspore import Tensor, mint, nn
 
 from hp_dtensor import Layout, RaggedShard, Replicate, Shard, init_device_mesh, shard_module
 from hp_fsdp import clip_grad_norm_, fully_shard, hsdp

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import mindspore
 import numpy as np
 import pytest
-from mindspore import mint, nn
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
 from fsdp_cells import Block, Net, batch, close, differentiated, double, same_gradients, seeded, train
+from mindspore import mint, nn
 
 from hp_dtensor import RaggedShard, Replicate
 from hp_fsdp import clip_grad_norm_, fully_shard, hsdp, modules_by_size

@@ -7,21 +7,17 @@ import copy
 import functools
 import gc
 import pickle
-import sys
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from offload_models import gradients, net, same_bits
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hp_offload import checkpoint, checkpoint_exclude_wrapper, checkpoint_wrapper, swap_wrapper
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest imports tests by their path
-from offload_models import gradients, net, same_bits
 
 
 class Counted(nn.Module):

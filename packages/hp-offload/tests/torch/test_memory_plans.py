@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("scipy", reason="plan_memory needs scipy, in hp-offload's extra plan")
+
+from offload_models import gradients, net
 
 from hp_offload import (
     CheckpointPolicy,
@@ -28,9 +28,6 @@ from hp_offload import (
 )
 from hp_offload.schedule import Blocks
 from hp_platform.torch import heavy
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest imports tests by their path
-from offload_models import gradients, net
 
 KEEP, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from offload_models import Block, gradients, net, same_bits
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 from hp_offload import CheckpointPolicy, SwapManager, checkpoint, checkpoint_exclude_wrapper, checkpoint_wrapper
 from hp_platform.torch import heavy
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest imports tests by their path
-from offload_models import Block, gradients, net, same_bits
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE, SWAP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SWAP

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from offload_models import gradients, net, same_bits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hp_offload import CheckpointPolicy, SwapManager, checkpoint, swap, swap_tensor_wrapper, swap_wrapper
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest imports tests by their path
-from offload_models import gradients, net, same_bits
 
 SAVE, SWAP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP
 

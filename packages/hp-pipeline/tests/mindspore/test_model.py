@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import mindspore
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
+from pipeline_cells import Descent, Net, Stage, batch, reference
 
 from hp_pipeline import PipelinedModel, PipelineStage, ScheduleGPipe, ScheduleZBV
 from hp_platform import get_platform
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_cells import Descent, Net, Stage, batch, reference
 
 
 @on_ranks(2)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import mindspore
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.experimental.optim import AdamW
+from pipeline_cells import Descent, Net, Stage, batch, reference
 
 import hp_pipeline
 from hp_pipeline import PipelineError, PipelineSchedule, PipelineStage, placed, schedules
 from hp_pipeline.mindspore.tree import flatten, unflatten
 from hp_platform import get_platform
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_cells import Descent, Net, Stage, batch, reference
 
 pytestmark = pytest.mark.device
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import mindspore
 import numpy as np
 import pytest
 from mindspore import Tensor
+from pipeline_cells import Net, Stage, batch
 
 import hp_pipeline
 from hp_dtensor import init_device_mesh
 from hp_fsdp import fully_shard
 from hp_pipeline import PipelineStage
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_cells import Net, Stage, batch
 
 pytestmark = pytest.mark.device
 

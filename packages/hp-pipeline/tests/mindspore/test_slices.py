@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import mindspore
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from pipeline_cells import WIDTH, Linear
 
 import hp_pipeline
 from hp_pipeline import PipelineStage, SequenceState
 from hp_platform import get_platform
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_cells import WIDTH, Linear
 
 pytestmark = pytest.mark.device
 

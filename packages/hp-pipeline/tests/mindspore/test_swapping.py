@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from pipeline_cells import Net, Stage, batch
 
 import hp_pipeline
 from hp_offload import SwapManager
 from hp_pipeline import PipelineStage
 from hp_platform import get_platform
 from hp_testing import on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-from pipeline_cells import Net, Stage, batch
 
 pytestmark = pytest.mark.device
 

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 import types
-from pathlib import Path
 
+import far_ranks
 import pytest
 import torch.distributed as dist
+import user_made
 
 import hp_platform
 from hp_platform import LostRankError, get_platform
@@ -18,10 +19,6 @@ from hp_platform.torch import peers
 from hp_testing import on_ranks
 from hp_testing.pools import target
 from hp_testing.pools.processes import rank_processes
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-import far_ranks
-import user_made
 
 
 @on_ranks(2)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
-from pathlib import Path
 
+import hanging_ranks
 import pytest
 
 from hp_testing.pools import target
 from hp_testing.pools.processes import rank_processes
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest imports tests by their path
-import hanging_ranks
 
 
 def test_ranks_that_wait_for_each_other_are_ended_after_a_report(tmp_path):
