@@ -5,7 +5,7 @@ It also finds closures that call themselves: Note [No closure calls itself] in `
     python docs/structure.py            the working tree
     python docs/structure.py REVISION   a commit, tag or branch
     python docs/structure.py --check    fail where the working tree has a circle, imports another package's internals,
-                                        or has a closure that calls itself
+                                        has a closure that calls itself, or a helper of tests that no test finds
     python docs/structure.py --cold     files that a first `x @ w` of DTensors passes, a second, and its backward
 
 A wing is `neutral`, `torch` or `mindspore`, by the folder a module is in. Code is what is left of the lines without
@@ -25,6 +25,7 @@ import sys
 import tarfile
 import tempfile
 import tokenize
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ def main() -> None:
         return
     revision = options.revision
     if options.check:
-        errors = list(complaints(read(ROOT)))
+        errors = [*complaints(read(ROOT)), *unfound_helpers(ROOT)]
         for error in errors:
             print(error)
         sys.exit(bool(errors))
@@ -275,6 +276,20 @@ def complaints(modules: dict[str, Module]) -> Iterator[str]:
                 " collector runs; make it a function of the module that is handed what it needs, or walk nested values"
                 " by hp_platform.extend.map_nested"
             )
+
+
+def unfound_helpers(root: Path) -> Iterator[str]:
+    """Say which helpers of tests can't be imported by name: pytest's `pythonpath` has their folders."""
+    listed = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]["pythonpath"]
+    found: dict[str, Path] = {}
+    for path in sorted(root.glob("packages/*/tests/**/*.py")):
+        if path.name == "conftest.py" or path.name.startswith("test_"):
+            continue
+        folder = path.relative_to(root).parent.as_posix()
+        if folder not in listed:
+            yield f"{folder} has a helper of tests, {path.name}: add the folder to pythonpath in pyproject.toml"
+        if (other := found.setdefault(path.stem, path)) != path:
+            yield f"{path} has the name of {other}, and tests would import either: rename one"
 
 
 def tables(modules: dict[str, Module]) -> Iterator[str]:
