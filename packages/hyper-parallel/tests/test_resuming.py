@@ -117,6 +117,8 @@ def test_what_forbids_to_go_on_is_found_before_ranks_start(tmp_path, begun, monk
         done = CliRunner().invoke(cli.app, [*command, value])
         assert done.exit_code == 1 and text in done.output, done.output
     assert CliRunner().invoke(cli.app, [*command, "run.steps=4"]).exit_code == 0
+    anew = ["new-data" if word == "auto" else word for word in command]
+    assert CliRunner().invoke(cli.app, [*anew, f"data.paths=['{other}']"]).exit_code == 0
     damage(next((shutil.copytree(begun, tmp_path / "copy") / "run" / "checkpoints").iterdir()) / "state.json")
     plan = ParallelPlan.from_toml(folder / "plan.toml")
     check_resume(plan, tmp_path / "copy" / "run")  # the ranks pass over a checkpoint that is damaged
@@ -132,9 +134,32 @@ def refused(folder):
         ({"sequence_length": 9}, r"data\.sequence_length was 8 and is 9"),
         ({"paths": [str(folder / "swapped")]}, r"digest of the data was \["),
     ):
-        message = rf"step-00000001 can't go on .*{text}.*; set it back, or .* --weights .*step"
+        message = rf"step-00000001 can't go on .*{text}.*; set it back, .* --resume new-data, or .* --weights .*step"
         with pytest.raises(DataError, match=message):
             run(folder, {}, 2, changed=changed, resume="auto")
+
+
+def test_other_data_with_the_states_of_a_run(tmp_path, undisturbed):
+    """Its first step is that of another run with the weights; the optimizer and the schedule go on where they were."""
+    other = tmp_path / "other"
+    other.write_bytes(b"whether 'tis nobler in the mind to suffer " * 20)
+    changed = {"paths": [str(other)]}
+    run_ranks(1, run, tmp_path, {})
+    for name in ("fresh", "same"):
+        (tmp_path / name).mkdir()
+    shutil.copytree(tmp_path / "run", tmp_path / "same" / "run")
+    saved = tmp_path / "same" / "run" / "checkpoints" / "step-00000003"
+    run_ranks(1, run, tmp_path, {}, 5, changed=changed, resume="new-data")
+    weights = {**TABLES["model"], "weights": str(saved / "model.safetensors")}
+    run_ranks(1, run, tmp_path / "fresh", {}, 2, weights, changed=changed)
+    gone_on, fresh = losses(tmp_path)[6:], losses(tmp_path / "fresh")
+    assert gone_on[:2] == pytest.approx(fresh[:2], rel=1e-6)
+    assert gone_on[2:] != pytest.approx(fresh[2:], rel=1e-6)  # the fresh optimizer knows nothing yet
+    run_ranks(1, run, tmp_path / "same", {}, 5, resume="new-data")  # and the same data goes on where it was
+    assert losses(tmp_path / "same") == pytest.approx(losses(undisturbed), abs=1e-5)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000005")  # the newest is of the new data now
+    (summary,) = run_ranks(1, run, tmp_path, {}, 5, changed=changed, resume="auto")
+    assert summary.steps == 5 and losses(tmp_path)[6:] == pytest.approx(gone_on, abs=1e-5)
 
 
 @on_ranks(2)

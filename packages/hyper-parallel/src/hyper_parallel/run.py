@@ -40,7 +40,7 @@ from hyper_parallel.supervision.diverging import DivergedError, check_finite
 from hyper_parallel.supervision.shortage import MemoryShortage, over_budget, report, write
 from hyper_parallel.supervision.stopping import Stop
 from hyper_parallel.training.batches import Batches
-from hyper_parallel.training.data_order import check_order, order
+from hyper_parallel.training.data_order import next_sample, order
 from hyper_parallel.training.hyperparameters import changes, hyperparameters
 from hyper_parallel.training.profiling import Profile
 from hyper_parallel.training.prompts import Prompts
@@ -80,7 +80,8 @@ class Run:
         plan: the plan to train.
         folder: of the run's files; rank 0's counts.
         resume: "auto" goes on from the folder's newest checkpoint that can be read, or from the start where it has
-            none; "no" starts. The batch size may be another one, the order of the samples may not.
+            none; "no" starts. The batch size may be another one, the order of the samples may not; with "new-data" it
+            may, and the run goes on at the first sample.
         until: stop after this step; None trains to the plan's last.
         stop: tells whether to stop after the step; None never does.
         tell: called with what became of the last finished step when the run fails, on one rank that is left.
@@ -141,9 +142,9 @@ class Run:
         )
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
         steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
-        if resume == "auto" and steps:
+        if resume != "no" and steps:
             try:
-                self._load(steps)
+                self._load(steps, new_data=resume == "new-data")
             except BaseException as error:  # the others may wait for this rank: it waits for nothing
                 self._batches.close()
                 self.checkpoints.__exit__(type(error))
@@ -369,8 +370,12 @@ class Run:
             raise DataError(message, "give all machines the same files")
         return tuple(own), data[0]
 
-    def _load(self, steps: list[int]) -> None:
+    def _load(self, steps: list[int], *, new_data: bool) -> None:
         """Load the newest checkpoint that can be read.
+
+        Args:
+            steps: those that have a checkpoint.
+            new_data: samples may be of another order, and begin at the first then.
 
         Raises:
             DataError: the numbers of its samples are of another order.
@@ -392,8 +397,9 @@ class Run:
                 message = f"the optimizer's {'; '.join(texts)}"
                 raise OutputError(f"{loaded.folder} doesn't fit the plan: {message}; {_GO_ON}")
             saved = loaded.data
-            check_order(order(self.plan, self.contents), saved, loaded.folder)
-            self.step, self.sample = loaded.step, int(saved["sample"])
+            own = order(self.plan, self.contents)
+            self.sample = next_sample(own, saved, loaded.folder, new_data=new_data)
+            self.step = loaded.step
             trainer.go_on(loaded.step, saved.get("experts"))
             return
         fix = "take it from a backup, or choose another folder with --out"

@@ -101,7 +101,11 @@ def train(
         Path | None, typer.Option(help="The run's folder; by default runs/<plan>-<time>.", show_default=False)
     ] = None,
     resume: Annotated[
-        Resume, typer.Option(help="auto: go on from the newest checkpoint in --out, or start if there is none.")
+        Resume,
+        typer.Option(
+            help="auto: go on from the newest checkpoint in --out, or start if there is none; new-data: also where the "
+            "data is another, at its first sample."
+        ),
     ] = "no",
     until: Annotated[
         int | None, typer.Option(min=1, help="Stop after this step, with a checkpoint.", show_default=False)
@@ -136,7 +140,7 @@ def train(
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
         folder = prepare_folder(out, name=plan.stem, resume=resume != "no") if leads() else Path()
         if resume != "no" and not inside_launcher():
-            check_resume(checked, folder)
+            check_resume(checked, folder, new_data=resume == "new-data")
         with claimed(folder) if leads() else nullcontext(), saying_what_is_saved(folder):
             if debug_rank is not None:
                 hand_over_terminal()

@@ -11,7 +11,7 @@ from typing import Literal
 
 from hp_plan import ParallelPlan
 
-Resume = Literal["no", "auto"]
+Resume = Literal["no", "auto", "new-data"]
 
 # Errors of ranks that tell their user what to do. Any other is shown with its traceback.
 EXPLAINED = (

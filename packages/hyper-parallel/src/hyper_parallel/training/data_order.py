@@ -33,29 +33,34 @@ def order(plan: ParallelPlan, data: Sequence[Content]) -> dict[str, Any]:
     }
 
 
-def check_order(own: Mapping[str, Any], saved: Any, folder: Path) -> None:
-    """Check that samples have the numbers that they had.
+def next_sample(own: Mapping[str, Any], saved: Any, folder: Path, *, new_data: bool = False) -> int:
+    """Return the number of the sample with which a run goes on.
 
     Args:
         own: of the plan: what `order` returns, or a part of it.
         saved: the data's position in a checkpoint.
         folder: of the checkpoint.
+        new_data: samples may be numbered anew; then the first one is next.
 
     Raises:
-        DataError: they are numbered anew, or the checkpoint has no position.
+        DataError: samples are numbered anew and may not be, or the checkpoint has no position.
     """
     if not isinstance(saved, Mapping) or "sample" not in saved:
         fix = f"go on in a folder of checkpoints of `train`, or start a run with --weights {folder}"
         raise DataError(f"{folder} has no position in the data, so no run can go on from it", fix)
     changed = [name for name in own if saved.get(name) != own[name]]
-    if changed:
+    if changed and not new_data:
         texts = "; ".join(f"{name} was {saved.get(name)} and is {own[name]}" for name in changed)
         message = f"{folder} can't go on with its data, whose samples are numbered anew: {texts}"
-        fix = f"set it back, or start a run elsewhere with --weights {folder}"
+        fix = (
+            "set it back, go on at the first sample with the optimizer's states by --resume new-data, or start a run"
+            f" elsewhere with --weights {folder}"
+        )
         raise DataError(message, fix)
+    return 0 if changed else int(saved["sample"])
 
 
-def check_resume(plan: ParallelPlan, folder: Path) -> None:
+def check_resume(plan: ParallelPlan, folder: Path, *, new_data: bool = False) -> None:
     """Check, before a rank starts, that the data lets a run go on from its newest checkpoint that can be read.
 
     The ranks check it again on what they read. Text that would be tokenized anew is described by them alone.
@@ -63,9 +68,10 @@ def check_resume(plan: ParallelPlan, folder: Path) -> None:
     Args:
         plan: the plan.
         folder: of the run; one without a checkpoint starts.
+        new_data: as of `next_sample`.
 
     Raises:
-        DataError: as `check_order`, or the data can't be read.
+        DataError: as `next_sample`, or the data can't be read.
     """
     for step in reversed(steps_in(folder / CHECKPOINTS)):
         place = folder.absolute() / CHECKPOINTS / f"step-{step:08d}"
@@ -77,5 +83,5 @@ def check_resume(plan: ParallelPlan, folder: Path) -> None:
         own = order(plan, () if section is None else contents(section))
         if section is None:
             del own[_DIGEST]
-        check_order(own, values.get("data") if isinstance(values, Mapping) else None, place)
+        next_sample(own, values.get("data") if isinstance(values, Mapping) else None, place, new_data=new_data)
         return
