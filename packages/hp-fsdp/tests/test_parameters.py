@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,6 +88,38 @@ def test_parameters_frozen_later():
     freeze(reference)
     freeze(model)
     train(reference, model, steps=2)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_parameters_frozen_for_a_forward_between_another_and_its_backward(grad: bool, options: dict[str, Any]):
+    # As by peft's disable_adapter, of which trl's DPOTrainer makes the reference model; or a discriminator's.
+    reference, model = pair(**options)
+    for _ in range(2):
+        for net, x in zip((reference, model), batch(), strict=True):
+            output = net(x)
+            net.requires_grad_(False)
+            with torch.set_grad_enabled(grad):
+                other = net(x)
+            assert not other.requires_grad
+            net.requires_grad_(True)
+            loss_of(output - other / 2).backward()
+            assert all(parameter.grad is not None for parameter in net.parameters())
+        same_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@on_ranks(2)
+def test_parameters_frozen_between_forward_and_backward_get_no_gradients():
+    reference, model = pair()
+    for net, x in zip((reference, model), batch(), strict=True):
+        output = net(x)
+        freeze(net)
+        loss_of(output).backward()
+    same_gradients(model, reference)
+    assert any(parameter.grad is None for parameter in model.parameters())
 
 
 class Unused(Net):

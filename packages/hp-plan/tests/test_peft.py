@@ -100,6 +100,30 @@ def test_adapters_on_both_axes():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("mesh", ["fsdp", "tp"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_forward_without_adapters_between_another_and_its_backward(order: str, mesh: str):
+    # trl's DPOTrainer, given a peft_config, makes the reference model of it; peft freezes the adapters for that long.
+    plan = plan_of(MESHES[mesh])
+    reference: Any = adapted(build_model(plan, device=device_type()))
+    model: Any = build_model(plan, device=device_type())
+    model = apply(adapted(model), plan) if order == "before" else adapted(apply(model, plan))
+    tokens = torch.randint(24, (4, 6), generator=torch.Generator().manual_seed(0)).to(device_type())
+    own = tokens.chunk(2)[torch.distributed.get_rank()] if mesh == "fsdp" else tokens
+    for net, rows in ((reference, tokens), (model, own)):
+        logits = net(input_ids=rows).logits
+        with torch.no_grad(), net.disable_adapter():
+            before = net(input_ids=rows).logits
+        (logits - before).square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert gradients
+    for name, parameter in reference.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad.any()
+            torch.testing.assert_close(whole(gradients[name]), parameter.grad, atol=1e-10, rtol=1e-10, msg=name)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("mesh", ["fsdp"])
 def test_modules_trained_beside_adapters(mesh: str):
     check(MESHES[mesh], target=["q_proj"], modules_to_save=["lm_head"])

@@ -108,12 +108,16 @@ class ParameterGroup(Group):
 
     # ---- parameters ----
     def check(self) -> None:
-        here = self.unsharded or self.gathering is not None
+        if self.unsharded or self.gathering is not None:
+            self.follow_requires_grad()
+            return
         for bucket in self.buckets:
-            if here:
-                bucket.follow_requires_grad()
-            else:
-                bucket.check()
+            bucket.check()
+
+    def follow_requires_grad(self) -> None:
+        """Freeze and unfreeze parameters as they are now: a forward after that of this backward had perhaps others."""
+        for bucket in self.buckets:
+            bucket.follow_requires_grad()
 
     def check_filled(self) -> None:
         """Raise if buffers of no state have memory from ``to_empty``, and no values.
@@ -224,6 +228,7 @@ class ParameterGroup(Group):
     def come_to_mark(self, *_: Any) -> None:
         """Begin the backward of the last call if the pass under way comes to a parameter."""
         if self.mark is not None and not self.in_backward:
+            self.follow_requires_grad()
             leaves = [bucket.leaves for bucket in self.buckets]
             if self._leaves[0] != leaves:
                 with _plain():

@@ -108,6 +108,12 @@ class RootContext(Context[ParameterGroup]):
         self.expected.watch_once(group, functools.partial(self.late_gradient, group))
 
     # ---- backward ----
+    def begin_backward(self) -> None:
+        if not self.backward:
+            for group in self.groups:
+                group.follow_requires_grad()
+        super().begin_backward()
+
     def call_at_end(self) -> None:
         self.differentiable = torch.is_grad_enabled()  # in hooks: the pass is run with create_graph=True
         _engine.queue_callback(self.end_backward)
