@@ -73,8 +73,8 @@ SUPPORT_TESTS = (  # of what rests on transformers' and safetensors' own names
     *(f"packages/hp-plan/tests/test_{name}.py" for name in ("derived", "expert_plans", "model_folders", "packing")),
 )
 EXAMPLES = {"torch": "examples/qwen3_fsdp_tp.toml", "mindspore": "examples/mindspore_qwen3_fsdp_tp.toml"}
-LOOPS = {"fabric": ("lightning",), "ray": ("ray[train]",)}
-"""Libraries of programs in examples/loops, which no other session has; each has a test_<name>.py in hyper-parallel."""
+LOOPS = {"fabric": ("lightning",), "ray": ("ray[train]",), "trl": ("trl",)}
+"""Libraries with loops of their own, to compare with; each has a test_<name>.py in hyper-parallel."""
 CI = ("torch-cpu", "torch-npu-sim", "mindspore-cpu")  # they need no device, so two tests may run at a time
 
 
@@ -435,7 +435,7 @@ def sinks(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("library", list(LOOPS), ids=list(LOOPS))
 def loops(session: nox.Session, library: str) -> None:
-    """Runs a program of examples/loops with its library, and compares it with one process; `nox -s "loops(ray)"`."""
+    """Tests hyper-parallel beside a library with a loop of its own, as examples/loops do; `nox -s "loops(ray)"`."""
     install(session, *PACKAGES, extras="[torch,test]", others=LOOPS[library])
     session.run("python", "-m", "pytest", f"packages/hyper-parallel/tests/test_{library}.py", *session.posargs)
 
