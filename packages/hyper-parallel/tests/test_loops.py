@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
+from hp_plan import MeshSection
 from hp_testing import on_ranks
 
 pytestmark = [
@@ -115,3 +116,14 @@ def test_adapters_alone_are_trained_and_saved(tmp_path):
     own = one.state_dict()
     for name, value in read.state_dict().items():
         torch.testing.assert_close(value, own[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_answers_are_generated_and_compared_as_in_one_process(mesh: dict[str, int]):
+    module = program("exact_match")
+    one = module.base()
+    module.train(one, module.rows())
+    expected = module.matches(one, module.rows())
+    assert 0 < expected.sum() < len(expected), "answers of both kinds"
+    assert module.exact_match(MeshSection(**mesh)) == (int(expected.sum()), len(expected))
