@@ -3,13 +3,17 @@
 # tolerance = 1e-6  # trainers compute in float32
 # constant = false  # trainers keep a history
 # ///
-"""Trainers of trl on a planned model: SFT, DPO and GRPO, saved in the middle and at the end, loaded without a plan."""
+"""Trainers of trl on a planned model: SFT, DPO and GRPO, saved in the middle and at the end, loaded without a plan.
+
+And DPO of an adapter, whose reference is the model without it.
+"""
 
 import tempfile
 from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -99,6 +103,18 @@ grpo = GRPOTrainer(
     train_dataset=Dataset.from_dict({"prompt": ["a b c", "d e f"] * 8}),
     processing_class=tokenizer,
 )
+adapted = DPOTrainer(
+    planned_model(),
+    args=DPOConfig(**{**options("adapted"), "save_strategy": "no"}),  # which peft would write on one rank
+    train_dataset=Dataset.from_dict(pairs),
+    processing_class=tokenizer,
+    peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
+)
+adapted.train()
+losses = [entry["loss"] for entry in adapted.state.log_history if "loss" in entry]
+assert losses[-1] < losses[0], losses
+for loss in losses:
+    report_step(torch.tensor(loss))
 trained(grpo, "grpo")
 report_weights(trained(sft, "sft"), trained(dpo, "dpo"))
 if not ALONE:

@@ -58,7 +58,7 @@ def exact_match(mesh: MeshSection) -> tuple[int, int]:
     groups = ("model.layers.*",) if mesh.dp_shard > 1 else ()
     model = apply(base(), ParallelPlan(mesh=mesh, styles="auto", fsdp=FsdpSection(groups=groups)))
 
-    # With `tp` all ranks have the same rows. All of them generate as many times, as each gathers its part of the weights.
+    # With `tp` all ranks have the same rows. Ranks call `generate` equally often, each gives its part of the weights.
     place = mesh.coordinate(dist.get_rank()).get("dp_shard", 0)
     own = rows().chunk(mesh.dp_shard)[place]
     train(model, own)
