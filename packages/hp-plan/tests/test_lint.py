@@ -83,6 +83,13 @@ def test_all_findings_come_at_once():
     ]
 
 
+@pytest.mark.parametrize(("key", "value"), [("packing", True), ("weights", [1.0, 2.0])])
+def test_samples_without_an_order_of_files_can_not_keep_it(key, value):
+    (found,) = [each for each in lint({"data": {"shuffle": False, key: value}}) if each.key == "data.shuffle"]
+    assert found.message == f"got false, but with data.{key} samples do not follow the order of files"
+    assert found.fix == f"leave it out, or leave data.{key} out"
+
+
 def test_styles_that_do_not_fit_the_model():
     tables = plan_of(
         overrides={"tie_word_embeddings": True},

@@ -60,6 +60,11 @@ def test_every_layout_of_ranks_draws_the_same_samples(text):
     assert sorted(epoch.tolist()) == list(range(0, 198, 9))
 
 
+def test_samples_keep_the_order_of_the_file(text):
+    samples = open_samples(section(text, shuffle=False), seed=3)
+    assert samples.rows(np.arange(22)).tokens[:, 0].tolist() == list(range(0, 198, 9))
+
+
 @pytest.fixture
 def tokens(tmp_path):
     for number, name in enumerate(("a", "b")):
@@ -102,6 +107,7 @@ def test_packed_files_without_weights_give_each_document_once_an_epoch(tokens, t
         (["a", "text"], {}, "a.bin is a token file, but .*a.txt is text; write tokens for the text too"),
         (["text"], {"packing": True}, "packing is for token files, but the data is text as bytes; write token files"),
         (["text"], {"weights": (1.0,)}, "weights is for token files, but the data is text as bytes"),
+        (["a"], {"packing": True, "shuffle": False}, "packed and weighted samples have no order of files to keep"),
         (["a", "b"], {"weights": (1.0,)}, "2 paths have 1 weights; give one for each path"),
         (["a", "b"], {"weights": (1.0, 0.0)}, r"the weights of a mixture are positive numbers, got \(1.0, 0.0\)"),
         (["c"], {}, r"the token file .*c\.bin does not exist"),

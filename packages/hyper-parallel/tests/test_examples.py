@@ -242,6 +242,16 @@ def test_samples_of_a_plan_have_the_labels_of_answers_alone(folder, tmp_path, pa
     assert describe_cuts(section, open_data(section)) == ", 2 examples cut to 7"
 
 
+@pytest.mark.parametrize("format", ["prompt-completion", "preference"])
+def test_examples_keep_the_order_of_their_file(folder, tmp_path, format):
+    rows = [{"prompt": "a" * number, "completion": "b", "chosen": "b", "rejected": "c"} for number in range(1, 6)]
+    path = prepared(folder, tmp_path, format, *rows)
+    samples = open_samples(DataSection(paths=(path,), sequence_length=9, shuffle=False, format=format), seed=4)
+    found, a = samples.rows(np.arange(5, 10)), read_tokenizer(str(folder)).encode(["a"])[0][0]
+    sizes = [1, 2, 3, 4, 5] if format == "prompt-completion" else [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert (found.tokens == a).sum(1).tolist() == sizes
+
+
 def test_a_plan_is_checked_and_shown(folder, tmp_path):
     build_model(ParallelPlan.from_dict({"model": MODEL})).save_pretrained(folder)
     write(tmp_path / "talk.jsonl", *[{"messages": TALK}] * 4)

@@ -19,7 +19,7 @@ from hyper_parallel.commands import cli
 from hyper_parallel.data import DataError, write_tokens
 from hyper_parallel.reports.output import OutputError, Step, as_json
 from hyper_parallel.run import keep_lines
-from hyper_parallel.training.data_order import check_resume
+from hyper_parallel.training.data_order import check_order, check_resume, order
 
 CONFIGS = ("config.json", "generation_config.json")
 
@@ -128,10 +128,20 @@ def test_what_forbids_to_go_on_is_found_before_ranks_start(tmp_path, begun, monk
         check_resume(plan, tmp_path / "strange")
 
 
+def test_a_checkpoint_from_before_orders_were_chosen_has_a_random_one(tmp_path):
+    plan = ParallelPlan.from_dict({})
+    saved = {"sample": 8, **order(plan, ())}
+    del saved["data.shuffle"]
+    check_order(order(plan, ()), saved, tmp_path)
+    with pytest.raises(DataError, match=r"numbered anew: data\.shuffle was True and is False"):
+        check_order(order(ParallelPlan.from_dict({"data": {"shuffle": False}}), ()), saved, tmp_path)
+
+
 def refused(folder):
     for changed, text in (
         ({"seed": 5}, r"run\.seed was 0 and is 5"),
         ({"sequence_length": 9}, r"data\.sequence_length was 8 and is 9"),
+        ({"shuffle": False}, r"data\.shuffle was True and is False"),
         ({"paths": [str(folder / "swapped")]}, r"digest of the data was \["),
     ):
         message = rf"step-00000001 can't go on .*{text}.*; set it back, .* --resume new-data, or .* --weights .*step"

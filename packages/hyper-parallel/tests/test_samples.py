@@ -46,6 +46,11 @@ def test_an_order_of_nothing_and_places_before_the_first_are_refused(count, plac
         permuted(np.array(places), count=count, seed=0)
 
 
+def test_the_order_of_the_files_begins_anew_each_epoch():
+    windows = Windows([np.arange(11), np.arange(20, 24)], 4, seed=None)
+    assert windows.rows(np.array([0, 1, 2, 3, 7])).tokens[:, 0].tolist() == [0, 4, 20, 0, 4]
+
+
 def test_windows_cover_each_stream_once_an_epoch():
     streams = [np.arange(23, dtype=np.uint16), np.arange(100, 104), np.arange(200, 240, dtype=np.uint8)]
     windows = Windows(streams, 5, seed=3)

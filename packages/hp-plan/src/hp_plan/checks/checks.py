@@ -138,6 +138,10 @@ def _check_training(plan: ParallelPlan) -> list[Diagnostic]:
                 "data.batch_size", message, f"make it {batch - batch % parts or parts} or another multiple of {parts}"
             )
         )
+    for name in () if plan.data.shuffle else ("packing", "weights"):
+        if getattr(plan.data, name):
+            message = f"got false, but with data.{name} samples do not follow the order of files"
+            diagnostics.append(Diagnostic("data.shuffle", message, f"leave it out, or leave data.{name} out"))
     if plan.schedule.warmup_steps > plan.run.steps:
         message = f"{plan.schedule.warmup_steps} warm-up steps in a run of {plan.run.steps}"
         diagnostics.append(Diagnostic("schedule.warmup_steps", message, f"make it at most {plan.run.steps}"))

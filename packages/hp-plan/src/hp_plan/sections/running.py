@@ -12,7 +12,7 @@ from hp_plan.sections.bounds import at_least, more_than
 class DataSection:
     """Training data: text, as bytes (a vocabulary of 256) or by a tokenizer, or files of tokens.
 
-    An epoch has each sample once, in an order that `run.seed` decides.
+    An epoch has each sample once, in an order that `run.seed` decides unless `shuffle` is false.
 
     Attributes:
         paths: text files or folders; none means the Python sources of the running interpreter's standard library,
@@ -33,6 +33,8 @@ class DataSection:
             their tokens.
         packing: of token files, or with a tokenizer: each sample holds whole documents, which don't see each other and
             of whose first token no loss is taken; false cuts samples from the tokens of all documents side by side.
+        shuffle: take the samples of each epoch in a random order; false takes them as they follow each other in the
+            files, which packed and weighted samples don't. Samples to validate on are drawn as ever.
         sequence_length: tokens of one sample.
         batch_size: samples of one step over all ranks; pairs, of preferences.
         max_bytes: read no more than this of text as bytes.
@@ -45,6 +47,7 @@ class DataSection:
     truncation: Literal["right", "left", "drop", "refuse"] = "right"
     weights: tuple[float, ...] = at_least(0.0, ())
     packing: bool = False
+    shuffle: bool = True
     sequence_length: int = at_least(2, 128)
     batch_size: int = at_least(1, 8)
     max_bytes: int = at_least(1, 64_000_000)

@@ -38,31 +38,38 @@ def open_data(section: DataSection) -> Opened:
 def open_samples(
     section: DataSection, *, seed: int, vocabulary: int | None = None, data: Opened | None = None
 ) -> Samples:
-    """Open the samples of a plan's `[data]`: each once an epoch, in an order that the seed decides.
+    """Open the samples of a plan's `[data]`: each once an epoch, in an order that the seed decides, or the files'.
 
     Args:
         section: of the plan.
-        seed: of the order.
+        seed: of the order, which `section.shuffle = False` leaves as it is in the files.
         vocabulary: of the model; tokens beyond it are refused when they are read. None doesn't look.
         data: what `open_data` has opened of it; None opens it.
 
     Raises:
         DataError: as `check_data`.
     """
+    if not section.shuffle and (section.packing or section.weights):
+        message = "packed and weighted samples have no order of files to keep"
+        raise DataError(message, "leave shuffle, or packing and weights, out", key="shuffle")
     files, length = open_data(section) if data is None else data, section.sequence_length
+    order = seed if section.shuffle else None
     if not isinstance(files, list):
-        return Windows([files], length, seed=seed)
+        return Windows([files], length, seed=order)
     sources: list[Samples] = []
     for number, group in enumerate([[file] for file in files] if section.weights else [files]):
         source: Samples
         if section.format != "text":
             examples, pairs = cut_examples(section, group), section.format == "preference"
-            kind = Packed(examples, length, seed=seed + number) if section.packing else None
-            source = kind or Padded(examples, length, seed=seed + number, width=2 if pairs else 1)
+            if section.packing:
+                source = Packed(examples, length, seed=seed + number)
+            else:
+                own = None if order is None else order + number
+                source = Padded(examples, length, seed=own, width=2 if pairs else 1)
         elif section.packing:
             source = Packed(group[0] if len(group) == 1 else Joined(group), length, seed=seed + number)
         else:
-            source = Windows([file.tokens for file in group], length, seed=seed + number)
+            source = Windows([file.tokens for file in group], length, seed=None if order is None else order + number)
         sources.append(_Checked(source, group, vocabulary))
     return sources[0] if len(sources) == 1 else Mixture(sources, section.weights, seed=seed)
 

@@ -1,4 +1,4 @@
-"""The order of samples: a permutation that is computed for each number, not stored."""
+"""The order of samples: a permutation that is computed for each number, not stored, or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
-def permuted(numbers: NDArray[np.int64], *, count: int, seed: int) -> NDArray[np.int64]:
+def permuted(numbers: NDArray[np.int64], *, count: int, seed: int | None) -> NDArray[np.int64]:
     """Return which of `count` items come at the places `numbers` of a random order.
 
     Each run of `count` places, an epoch, has every item once, in an order of its own. Nothing is stored: a
@@ -23,16 +23,20 @@ def permuted(numbers: NDArray[np.int64], *, count: int, seed: int) -> NDArray[np
     Args:
         numbers: places, from 0, of any shape.
         count: items of an epoch, at least 1.
-        seed: another seed is another order.
+        seed: another seed is another order; None is the order of the items themselves, in every epoch.
 
     >>> permuted(np.arange(10), count=5, seed=0).tolist()
     [1, 3, 2, 4, 0, 0, 2, 1, 3, 4]
+    >>> permuted(np.arange(10), count=5, seed=None).tolist()
+    [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
     """
     if count < 1:
         raise ValueError(f"an order needs at least one item, got count={count}")
     places = np.asarray(numbers, dtype=np.int64)
     if places.size and int(places.min()) < 0:
         raise ValueError(f"places are counted from 0, got {int(places.min())}")
+    if seed is None:
+        return places % count
     epochs, rest = np.divmod(places.ravel(), count)
     keys = _mixed(epochs.astype(np.uint64) + _mixed(np.full(1, seed % 2**64, np.uint64)))
     rows = math.isqrt(count - 1) + 1

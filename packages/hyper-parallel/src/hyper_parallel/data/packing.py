@@ -121,13 +121,13 @@ class Padded:
     Args:
         documents: none longer than a row.
         sequence_length: tokens of a row.
-        seed: of the order.
+        seed: of the order; None is that of the documents.
         width: documents of a sample, which follow each other.
         padding: the token that fills the end of a row.
     """
 
     def __init__(
-        self, documents: Documents, sequence_length: int, *, seed: int, width: int = 1, padding: int = 0
+        self, documents: Documents, sequence_length: int, *, seed: int | None, width: int = 1, padding: int = 0
     ) -> None:
         self._documents, self._length, self._seed, self._padding = documents, sequence_length, seed, padding
         self._width = width

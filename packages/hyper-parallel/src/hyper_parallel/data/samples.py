@@ -59,18 +59,18 @@ class Samples(Protocol):
 class Windows:
     """Windows of `sequence_length` tokens, cut from streams side by side.
 
-    An epoch has each window once, in a random order. What remains at a stream's end is left out.
+    An epoch has each window once, in a random order or that of the streams. What remains at a stream's end is left out.
 
     Args:
         streams: one-dimensional arrays of integers, such as a `TokenFile`'s.
         sequence_length: tokens of a sample.
-        seed: of the order.
+        seed: of the order; None is that of the streams.
 
     Raises:
         DataError: no stream has so many tokens.
     """
 
-    def __init__(self, streams: Sequence[NDArray[Any]], sequence_length: int, *, seed: int) -> None:
+    def __init__(self, streams: Sequence[NDArray[Any]], sequence_length: int, *, seed: int | None) -> None:
         self._streams, self._length, self._seed = list(streams), sequence_length, seed
         self._ends = np.cumsum([len(stream) // sequence_length for stream in self._streams], dtype=np.int64)
         if not len(self):

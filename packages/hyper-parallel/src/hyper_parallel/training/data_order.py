@@ -14,6 +14,7 @@ from hyper_parallel.data.tokenization.tokenized import token_files
 from hyper_parallel.reports.output import CHECKPOINTS
 
 _DIGEST = "digest of the data"
+_BEFORE = {"data.shuffle": True}  # of checkpoints that were written before a plan could say so
 
 
 def order(plan: ParallelPlan, data: Sequence[Content]) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def order(plan: ParallelPlan, data: Sequence[Content]) -> dict[str, Any]:
         "data.sequence_length": plan.data.sequence_length,
         "data.packing": plan.data.packing,
         "data.weights": list(plan.data.weights),
+        "data.shuffle": plan.data.shuffle,
         **({} if plan.data.format == "text" else {"data.truncation": plan.data.truncation}),
         _DIGEST: [content.digest for content in data],
     }
@@ -48,6 +50,7 @@ def next_sample(own: Mapping[str, Any], saved: Any, folder: Path, *, new_data: b
     if not isinstance(saved, Mapping) or "sample" not in saved:
         fix = f"go on in a folder of checkpoints of `train`, or start a run with --weights {folder}"
         raise DataError(f"{folder} has no position in the data, so no run can go on from it", fix)
+    saved = {**_BEFORE, **saved}
     changed = [name for name in own if saved.get(name) != own[name]]
     if changed and not new_data:
         texts = "; ".join(f"{name} was {saved.get(name)} and is {own[name]}" for name in changed)

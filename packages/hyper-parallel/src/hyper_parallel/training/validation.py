@@ -16,7 +16,7 @@ from hyper_parallel.port import Trainer
 
 def validation_data(plan: ParallelPlan) -> DataSection:
     """Return the plan's data section with the data to validate on."""
-    return dataclasses.replace(plan.data, paths=plan.validation.paths, weights=())
+    return dataclasses.replace(plan.data, paths=plan.validation.paths, weights=(), shuffle=True)
 
 
 def check_validation(plan: ParallelPlan) -> None:
