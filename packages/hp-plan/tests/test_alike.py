@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -74,6 +77,41 @@ def test_a_model_that_one_rank_refuses_is_refused_on_all():
     expected = (ValueError, r"(?s)the plan is refused by rank 1: .*nothing") if rank() == 0 else (PlanError, "nothing")
     with pytest.raises(expected[0], match=expected[1]):
         apply(model, plan)
+
+
+PROGRAM = """
+import os
+import sys
+from hp_plan import ParallelPlan, apply, build_model
+plan = ParallelPlan.from_dict({"model": {"config": "LlamaConfig", "overrides": %r}, "mesh": {"tp": 2},
+    "styles": {"model.layers.*.mlp." + ("nothing" if os.environ["RANK"] in sys.argv else "up_proj"): "colwise"}})
+print("begun", os.environ["RANK"], flush=True)
+apply(build_model(plan), plan)
+"""
+
+
+def launched(folder, *refusing: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of two ranks under torchrun, some of which have a plan that the model refuses."""
+    script = folder / "script.py"
+    script.write_text(PROGRAM % {**SIZES, "num_hidden_layers": 1, "num_key_value_heads": 2})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HYPER_PARALLEL_DEVICE": "cpu"}
+    done = subprocess.run([*command, *refusing], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout.count("begun") == 2, done.stderr
+    return done
+
+
+def test_a_script_says_what_all_ranks_refuse_once(tmp_path):
+    told = launched(tmp_path, "0", "1").stderr
+    assert told.count("PlanError on all ranks: the plan has 1 error:\n  styles.") == 1, told
+    assert told.count("matches no module") == 1 and 'script.py", line' not in told, told
+    assert "the plan has errors, listed above: styles." in told, "torchrun repeats what is wrong"
+
+
+def test_a_script_says_what_one_rank_refuses_with_its_traceback(tmp_path):
+    told = launched(tmp_path, "1").stderr
+    assert "on all ranks" not in told and 'script.py", line' in told, told
+    assert "matches no module" in told, told
 
 
 @on_ranks(2)

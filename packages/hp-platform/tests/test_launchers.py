@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from hp_platform import get_platform
-from hp_platform.extend import Place, launch_command, launcher_place, speaks_for_ranks
+from hp_platform.extend import Place, launch_command, launcher_place, say_once, speaks_for_ranks
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MSRUN = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4", "RANK_ID": "3", "DEVICE_ID": "1"}
@@ -76,6 +77,35 @@ def test_one_rank_speaks_for_those_that_write_together(monkeypatch, elsewhere, e
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert speaks_for_ranks() is speaks
+
+
+def test_an_error_of_all_ranks_is_said_by_one(monkeypatch, elsewhere, tmp_path, capsys):
+    said, slept, error, other = [], [], ValueError("too wide"), ValueError("another")
+    monkeypatch.setattr(sys, "excepthook", lambda kind, value, _: said.append(value))
+    for name in os.environ.keys() - elsewhere.keys():
+        monkeypatch.delenv(name)
+    before = sys.excepthook
+    say_once(error, "of the plan")
+    assert sys.excepthook is before, "nobody started this process"
+    for name, value in {**TORCHRUN, "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error")}.items():
+        monkeypatch.setenv(name, value)
+    say_once(error, "of the plan")
+    hook = sys.excepthook
+    say_once(error, "of the plan")
+    assert sys.excepthook is hook, "hooks do not pile up"
+    hook(ValueError, other, None)
+    assert said == [other]
+    hook(ValueError, error, None)
+    assert (said, capsys.readouterr().err) == ([other], "ValueError on all ranks: too wide\n")
+    assert "of the plan" in (tmp_path / "error").read_text()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("time.sleep", slept.append)
+    stopped = signal.getsignal(signal.SIGTERM)
+    try:
+        hook(ValueError, error, None)
+    finally:
+        signal.signal(signal.SIGTERM, stopped)
+    assert slept and said == [other, error], "nothing has ended this rank, so the error is its own"
 
 
 PROGRAM = """

@@ -18,7 +18,16 @@ from hp_platform.failures.hangs import find_hang
 from hp_platform.failures.peers import FailedRankError
 from hp_platform.groups import init_on_this_machine, own_rank, when_groups_end
 from hp_platform.platforms.host import end_with_parent, watch_parent
-from hp_platform.platforms.launchers import Place, inside_launcher, launch_command, launcher_place, speaks_for_ranks
+from hp_platform.platforms.launchers import (
+    Place,
+    inside_launcher,
+    launch_command,
+    launcher_place,
+    leave_to_speaker,
+    say_once,
+    speaks_for_ranks,
+    tell_torchrun,
+)
 from hp_platform.platforms.ports import (
     DEVICE,
     KINDS,
@@ -62,6 +71,7 @@ __all__ = [
     "launcher_place",
     "inspect_error",
     "lazy_exports",
+    "leave_to_speaker",
     "load_port",
     "map_nested",
     "note_step",
@@ -72,10 +82,12 @@ __all__ = [
     "process_state",
     "read_flight",
     "record_flight",
+    "say_once",
     "send_signal",
     "speaks_for_ranks",
     "share_bytes",
     "subtrees",
+    "tell_torchrun",
     "wanted_platform",
     "watch_parent",
     "when_groups_end",

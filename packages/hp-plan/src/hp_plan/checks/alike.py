@@ -20,7 +20,7 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.port import contents
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_platform import collectives
-from hp_platform.extend import agree, share_bytes
+from hp_platform.extend import agree, launcher_place, say_once, share_bytes
 
 _SECTIONS = ("mesh", "styles", "context", "pipeline", "fsdp", "experts", "memory", "compile")  # that `apply` reads
 _SHOWN = 3  # names in a text
@@ -52,6 +52,10 @@ def agree_on_plan(
         return "\n".join(lines).encode()
 
     def failed(texts: Mapping[int, str], error: Exception | None) -> Exception:
+        place, alike = launcher_place(), len(texts) == len(ranks) and len(set(texts.values())) == 1
+        if isinstance(error, PlanError) and alike and place is not None and place.world_size == len(ranks):
+            keys = ", ".join(diagnostic.key for diagnostic in error.diagnostics)
+            say_once(error, f"the plan has errors, listed above: {keys}")
         some = "; ".join(f"rank {ranks[place]}: {text}" for place, text in list(texts.items())[:_SHOWN])
         return error or ValueError(f"apply: the plan is refused by {some}")
 

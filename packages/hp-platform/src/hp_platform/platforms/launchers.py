@@ -8,16 +8,25 @@ Note [Ranks of srun]
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 _COMMANDS = {
     "torch": "torchrun --standalone --nproc-per-node {0}",
     "mindspore": "msrun --worker_num={0} --local_worker_num={0}",
 }
 _PORTS = range(20_000, 32_000)  # below those that systems give away
+_SUMMARY = "_summary_for_torchrun"
+_PATIENCE = 10.0  # seconds, less than those in which a lost rank is waited for
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,62 @@ def speaks_for_ranks() -> bool:
     if place is None or (place.meeting is None and "RANK" not in os.environ):
         return True
     return (place.local_rank if place.meeting is None else place.rank) == 0
+
+
+def leave_to_speaker() -> None:
+    """Leave an error of all ranks to the one that speaks for them: its end makes the launcher end this one, too.
+
+    Returns on the rank that speaks. Elsewhere the process ends here, with 1, unless nothing has ended it after ten
+    seconds: then the error is this rank's alone, and this rank says it.
+    """
+    if not speaks_for_ranks():
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        time.sleep(_PATIENCE)
+
+
+def tell_torchrun(text: str) -> None:
+    """Write an error where torchrun looks for it, so that its last lines have it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def say_once(error: Exception, summary: str) -> None:
+    """Say an error that all ranks raise alike once and without its traceback, if nothing catches it.
+
+    The rank that speaks for the others prints it, the others end with the same status. Without a launcher nothing is
+    changed, nor for any other error.
+
+    Args:
+        error: about to be raised on every rank; that it is the same on all is the caller's to know.
+        summary: of one line, for torchrun's own report.
+    """
+    if launcher_place() is None:
+        return
+    if not isinstance(sys.excepthook, _SayingOnce):
+        sys.excepthook = _SayingOnce(sys.excepthook)
+    vars(error)[_SUMMARY] = summary  # in the error, whose traceback holds a model, and not the other way round
+
+
+class _SayingOnce:
+    """Hook for uncaught errors; those that `say_once` was not called with are the previous hook's."""
+
+    def __init__(self, previous: Callable[[type[BaseException], BaseException, TracebackType | None], Any]) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        summary = vars(error).get(_SUMMARY)
+        if summary is not None:
+            leave_to_speaker()
+            if speaks_for_ranks():
+                sys.stderr.write(f"{kind.__name__} on all ranks: {error}\n")
+                sys.stderr.flush()
+                tell_torchrun(summary)
+                return
+        self._previous(kind, error, traceback)
 
 
 def launch_command(platform: str, ranks: int) -> str:

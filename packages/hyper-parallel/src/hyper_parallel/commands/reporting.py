@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ import typer
 from hp_checkpoint import CheckpointError
 from hp_checkpoint.extend import steps_in
 from hp_plan import Diagnostic, PlanError
-from hp_platform.extend import SettingError, inside_launcher, launcher_place, speaks_for_ranks
+from hp_platform.extend import SettingError, inside_launcher, launcher_place, leave_to_speaker, tell_torchrun
 from hyper_parallel.data import DataError
 from hyper_parallel.launching.launch import Interrupted, RankFailure
 from hyper_parallel.reports.display import diagnostics_table, make_console
@@ -25,7 +23,6 @@ from hyper_parallel.supervision.diverging import DivergedError
 from hyper_parallel.supervision.shortage import MemoryShortage
 
 _ADVISED = (CheckpointError, DataError, DivergedError, MemoryShortage, OutputError)
-_PATIENCE = 10.0  # seconds, less than those in which a lost rank is waited for (`worker`)
 
 
 @contextmanager
@@ -34,15 +31,15 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except (PlanError, SettingError) as error:  # all ranks have it
-        _leave_to_speaker()
+        leave_to_speaker()
         if isinstance(error, PlanError):
             show_diagnostics(error.diagnostics)
-            _tell_torchrun(
+            tell_torchrun(
                 f"the plan has errors, in the table above: {', '.join(each.key for each in error.diagnostics)}"
             )
         else:
             say(str(error))
-            _tell_torchrun(str(error))
+            tell_torchrun(str(error))
     except Interrupted as error:
         say(f"interrupted by {error}")
         raise typer.Exit(128 + error.number) from None
@@ -53,21 +50,6 @@ def user_errors() -> Iterator[None]:
     else:
         return
     raise typer.Exit(1)
-
-
-def _leave_to_speaker() -> None:
-    """Leave an error of all ranks to the one that speaks for them: its end makes the launcher end this one, too."""
-    if not speaks_for_ranks():
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
-        time.sleep(_PATIENCE)  # then the error is this rank's alone
-
-
-def _tell_torchrun(text: str) -> None:
-    """Write an error where torchrun looks for it, so that its last lines have it."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None:
-        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 @contextmanager
