@@ -20,7 +20,7 @@ class Numbers:
         if self.wrong in numbers:
             raise DataError(f"sample {self.wrong} is wrong", "leave it out")
         tokens = numbers[:, None] + np.zeros((1, 4), np.int64)
-        return Rows(tokens, tokens, tokens)
+        return Rows(tokens, tokens, tokens, tokens[:, 0])
 
 
 @pytest.mark.parametrize("length", [4, 1 << 15, 1 << 20])

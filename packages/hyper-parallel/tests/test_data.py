@@ -87,6 +87,7 @@ def test_token_files_are_read_side_by_side_packed_or_mixed(tokens):
     assert len(rows) == 18  # 157 tokens of 40 documents, none of them cut
     assert ((rows.labels == rows.tokens) | (rows.labels == IGNORED)).all()
     assert (rows.positions == 0).sum() >= 40
+    assert rows.sizes.sum() == 155 and together.rows(np.arange(3)).sizes.tolist() == [9, 9, 9]
 
 
 def test_packed_files_without_weights_give_each_document_once_an_epoch(tokens, tmp_path):

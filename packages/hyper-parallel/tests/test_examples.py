@@ -220,6 +220,7 @@ def test_a_row_has_one_example_with_the_answers_labels():
     rows = samples.rows(np.array([0, 1]))
     order = [int(row[0]) // 100 for row in rows.tokens]
     assert order in ([0, 1, 2, 3], [2, 3, 0, 1])
+    assert rows.sizes.tolist() == [3, 2, 3, 2]
     for number, tokens, labels, positions in zip(order, rows.tokens, rows.labels, rows.positions):
         size = (3, 2, 3, 2)[number]
         assert tokens.tolist() == [*(100 * number + np.arange(size)), *[9] * (4 - size)]

@@ -42,7 +42,7 @@ def write_run(folder, steps=30, mesh=None, **changed):
         "plan": plan.to_dict(),
     }
     (folder / "run.json").write_text(json.dumps({"id": "i", "starts": [start, {**start, "step": 10}]}))
-    number = {"grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 10.0, "peak_memory": 3 << 20, "seconds": 2.5}
+    number = {"grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 25.6, "peak_memory": 3 << 20, "seconds": 2.5}
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(1, steps + 1):
             line = {"step": step, "loss": 5.0 / step, **number, **changed}

@@ -128,6 +128,15 @@ def test_what_forbids_to_go_on_is_found_before_ranks_start(tmp_path, begun, monk
         check_resume(plan, tmp_path / "strange")
 
 
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_tokens_are_counted_without_padding(tmp_path, mesh):
+    """Seven full samples and the rest of the text: an epoch of two steps."""
+    packed = {"tokenizer": "bytes", "packing": True, "sequence_length": 57}
+    run_ranks(2, run, tmp_path, mesh, 1, changed=packed)
+    summary, _ = run_ranks(2, run, tmp_path, mesh, 2, changed=packed, resume="auto")
+    assert (summary.steps, summary.tokens) == (2, 20 * 20), "not 2 * 4 * 57"
+
+
 def test_a_checkpoint_from_before_orders_were_chosen_has_a_random_one(tmp_path):
     plan = ParallelPlan.from_dict({})
     saved = {"sample": 8, **order(plan, ())}

@@ -249,7 +249,7 @@ def test_the_trainer_looks_at_experts_every_so_many_steps(monkeypatch, options):
     seen, warned = [], []
     monkeypatch.setattr(logging.getLogger("hp_moe"), "warning", lambda text, *_: warned.append(text))
     for _ in range(2):
-        trainer.gradients(Rows(tokens, tokens, tokens))
+        trainer.gradients(Rows(tokens, tokens, tokens, tokens[:, 0]))
         trainer.update()
         replicas = any(any(layer.placement.replicas) for layer in layers)
         seen.append((replicas, any("dropped" in text for text in warned)))

@@ -56,7 +56,7 @@ class _Launched:
     Attributes:
         step: which.
         lr: its learning rate.
-        numbers: of all ranks: loss, norm, memory, wait for data, operations, whether asked to stop.
+        numbers: of all ranks: loss, norm, memory, wait for data, operations, tokens, whether asked to stop.
         begun: when.
         ended: when the next one begun, or its numbers were there.
     """
@@ -275,7 +275,7 @@ class Run:
         memory = get_platform().devices.peak_memory()
         last = loss is not None  # this rank has the model's last stage
         operations = self._operations(batch.rows)
-        own = [loss if last else np.nan, norm, memory, batch.wait, operations, asked, last]
+        own = [loss if last else np.nan, norm, memory, batch.wait, operations, batch.rows.sizes.sum(), asked, last]
         own += () if self.trainer.measured is None else self.trainer.measured
         return _Launched(self.step, lr, self._numbers(own), begun)
 
@@ -291,7 +291,7 @@ class Run:
     def _finished(self, launched: _Launched, *, validate: bool = False) -> Step:
         """Wait for the numbers of a step."""
         numbers = launched.numbers.read()
-        losses, norms, memory, waits, operations, asked, last, *measured = numbers.T
+        losses, norms, memory, waits, operations, tokens, asked, last, *measured = numbers.T
         seconds = (launched.ended or time.perf_counter()) - launched.begun
         # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
         losses = losses[last > 0].tolist()
@@ -300,8 +300,8 @@ class Run:
         check_finite(launched.step, mean, norm, saved=saved)
         self.peak_memory = tuple(map(int, memory))
         self._asked = bool(asked.any())
-        batch = self.plan.data.batch_size
-        counted = float(operations.mean()) * batch / (self._rows.stop - self._rows.start)
+        parts = self.plan.data.batch_size // (self._rows.stop - self._rows.start)  # each on as many ranks
+        counted = float(operations.mean()) * parts
         names = self.trainer.measures
         more = {name: float(column.mean()) for name, column in zip(names, measured, strict=True)}
         loss, texts = None, ()
@@ -317,7 +317,7 @@ class Run:
             loss=mean,
             grad_norm=norm,
             lr=launched.lr,
-            tokens_per_second=batch * self.plan.data.width * self.plan.data.sequence_length / seconds,
+            tokens_per_second=round(float(tokens.mean()) * parts) / seconds,
             peak_memory=max(self.peak_memory),
             seconds=seconds,
             data_wait=float(waits.max()),

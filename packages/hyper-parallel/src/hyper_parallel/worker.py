@@ -198,7 +198,7 @@ def train(
         steps=len(curve),
         first_loss=curve.losses[0],
         last_loss=curve.last_loss,
-        tokens=run.sample * plan.data.width * plan.data.sequence_length,
+        tokens=curve.tokens,
         seconds=curve.seconds,
         peak_memory=run.peak_memory,
         folder=str(folder),

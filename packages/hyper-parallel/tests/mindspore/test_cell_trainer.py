@@ -50,7 +50,7 @@ def test_cells_train_in_a_step():
     tokens = np.zeros((2, 8), np.int64)
     take_step(trainer, tokens)
     assert SEEN == [(True, True)]
-    loss, labels = trainer.evaluate(Rows(tokens, tokens, tokens))
+    loss, labels = trainer.evaluate(Rows(tokens, tokens, tokens, tokens[:, 0]))
     assert SEEN == [(True, True), (False, False)] and trainer.model.head.training
     (value,) = loss
     assert value > 0 and labels == 2 * 7
@@ -74,7 +74,7 @@ def rowwise():
 
 
 def take_step(trainer, tokens):
-    loss, norm = trainer.gradients(Rows(tokens, tokens, tokens))
+    loss, norm = trainer.gradients(Rows(tokens, tokens, tokens, tokens[:, 0]))
     trainer.update()
     return loss, float(norm.asnumpy())
 

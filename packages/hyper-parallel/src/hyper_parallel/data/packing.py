@@ -142,7 +142,7 @@ class Padded:
         rows = _empty(len(documents), self._length, self._padding)
         sizes = np.diff(self._documents.starts)
         for place, document in enumerate(documents.tolist()):
-            _fill(rows[place], self._documents, [Piece(document, 0, int(sizes[document]))])
+            _fill(rows, place, self._documents, [Piece(document, 0, int(sizes[document]))])
         return rows
 
 
@@ -200,7 +200,7 @@ class Packed:
         for place in np.argsort(windows, kind="stable"):
             window = int(windows[place])
             first = self._ends[window - 1] if window else 0
-            _fill(rows[int(place)], self._documents, self._pack(window)[int(numbers[place]) - first])
+            _fill(rows, int(place), self._documents, self._pack(window)[int(numbers[place]) - first])
         return rows
 
     def _count_next(self) -> None:
@@ -219,13 +219,13 @@ class Packed:
 
 
 def _empty(count: int, length: int, padding: int) -> Rows:
-    shape = (count, length)
-    return Rows(np.full(shape, padding, np.int64), np.full(shape, IGNORED, np.int64), np.zeros(shape, np.int64))
+    shape, sizes = (count, length), np.zeros(count, np.int64)
+    return Rows(np.full(shape, padding, np.int64), np.full(shape, IGNORED, np.int64), np.zeros(shape, np.int64), sizes)
 
 
-def _fill(row: Rows, documents: Documents, pieces: Sequence[Piece]) -> None:
-    """Write pieces of documents into a row, one after the other."""
-    place = 0
+def _fill(rows: Rows, number: int, documents: Documents, pieces: Sequence[Piece]) -> None:
+    """Write pieces of documents into one of the rows, one after the other."""
+    row, place = rows[number], 0
     for piece in pieces:
         own = slice(piece.start, piece.start + piece.length)
         tokens, trained = documents.document(piece.document)[own], documents.trained(piece.document)
@@ -235,6 +235,7 @@ def _fill(row: Rows, documents: Documents, pieces: Sequence[Piece]) -> None:
         row.positions[place : place + piece.length] = np.arange(piece.length)
         place += piece.length
     row.positions[place:] = np.arange(len(row.positions) - place)
+    rows.sizes[number] = place
 
 
 def pack(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:

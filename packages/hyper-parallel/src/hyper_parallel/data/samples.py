@@ -18,7 +18,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples of one length, int64 arrays of shape (samples, sequence length).
+    """Samples of one length, int64 arrays of shape (samples, sequence length) but for `sizes`.
 
     Attributes:
         tokens: the inputs.
@@ -26,11 +26,13 @@ class Rows:
             them with the prediction of the place before, as those of transformers do.
         positions: counted from 0 in each document. Models of transformers that get them without an attention mask
             keep documents apart.
+        sizes: how many tokens of each sample are not padding, of shape (samples,).
     """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     positions: NDArray[np.int64]
+    sizes: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -93,7 +95,8 @@ class Windows:
             tokens[of_stream] = self._streams[stream][starts[:, None] + np.arange(self._length)]
         labels = tokens.copy()
         labels[:, 0] = IGNORED
-        return Rows(tokens, labels, np.broadcast_to(np.arange(self._length, dtype=np.int64), tokens.shape).copy())
+        positions = np.broadcast_to(np.arange(self._length, dtype=np.int64), tokens.shape).copy()
+        return Rows(tokens, labels, positions, np.full(len(tokens), self._length, np.int64))
 
 
 # ---- a mixture of sources ----

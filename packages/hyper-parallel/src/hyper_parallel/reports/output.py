@@ -109,7 +109,7 @@ class Step:
         loss: mean over the global batch.
         grad_norm: of all gradients together, before clipping.
         lr: the learning rate that was used.
-        tokens_per_second: of all ranks together.
+        tokens_per_second: of all ranks together, without padding.
         peak_memory: bytes, of the rank that had most.
         seconds: duration of the step.
         data_wait: seconds of them in which its batch was waited for, of the rank that waited longest.
@@ -141,6 +141,11 @@ class Step:
     validation_margin: float | None = None
     texts: tuple[str, ...] = ()
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that were trained on, without padding."""
+        return round(self.tokens_per_second * self.seconds)
+
     def metrics(self) -> dict[str, float]:
         """Return the numbers that there are, but the step's own."""
         values = vars(self).items()
@@ -155,7 +160,7 @@ class Summary:
         steps: optimizer steps.
         first_loss: of the first step.
         last_loss: mean of the last steps (a tenth of them, ten at most).
-        tokens: that were trained on.
+        tokens: that were trained on, without padding.
         seconds: all steps together.
         peak_memory: bytes, of each rank.
         folder: where the run's files are.
@@ -198,10 +203,11 @@ class Curve:
         losses: of each.
         validated: steps after which the model was validated, and the losses.
         seconds: all steps together.
+        tokens: of all steps, without padding.
     """
 
     def __init__(self) -> None:
-        self.steps, self.losses, self.seconds = array("q"), array("d"), 0.0
+        self.steps, self.losses, self.seconds, self.tokens = array("q"), array("d"), 0.0, 0
         self.validated = array("q"), array("d")
 
     def __len__(self) -> int:
@@ -215,6 +221,7 @@ class Curve:
             self.validated[0].append(step.step)
             self.validated[1].append(step.validation_loss)
         self.seconds += step.seconds
+        self.tokens += step.tokens
 
     @property
     def last_loss(self) -> float:

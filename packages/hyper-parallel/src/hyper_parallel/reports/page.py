@@ -144,7 +144,7 @@ def _numbers(plan: ParallelPlan, steps: Sequence[Mapping[str, Any]]) -> str:
     if not steps:
         return ""
     seconds = math.fsum(step["seconds"] for step in steps)
-    tokens = len(steps) * plan.data.batch_size * plan.data.width * plan.data.sequence_length
+    tokens = sum(round((step["tokens_per_second"] or 0) * step["seconds"]) for step in steps)
     last = [step["loss"] for step in steps[-steps_at_end(len(steps)) :] if step["loss"] is not None]
     validated = [step for step in steps if step.get("validation_loss") is not None]
     shown = {
