@@ -176,7 +176,7 @@ def test_ranks_end_once_the_last_test_of_their_number_is_done(tmp_path):
         tmp_path,
         "-v",
         text="""
-from hp_testing import pool
+from hp_testing.pools import pool
 
 def test_last_in_the_file_is_not_the_last(): ...
 
