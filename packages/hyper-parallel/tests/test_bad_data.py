@@ -34,28 +34,50 @@ def cut(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "spoil", "text"),
+    ("name", "spoil", "text", "mended"),
     [
-        ("text", lambda path: path.write_bytes(b""), "text is empty (0 bytes); leave it out, or give another"),
-        ("corpus.bin", cut, "corpus.bin has 1151 bytes, but corpus.idx lists 576 tokens of uint16, 1152 bytes; write"),
-        ("corpus.bin", Path.unlink, "corpus.bin does not exist"),
-        ("text", lambda path: path.write_bytes(b"x" * 31), "text has 3 samples of 8 tokens, but a batch takes 4; give"),
-        ("text", lambda path: path.write_bytes(b"x" * 7), "text has 7 bytes of text, but one sample takes 8"),
+        ("text", lambda path: path.write_bytes(b""), "text is empty (0 bytes); leave it out, or give another", None),
+        (
+            "corpus.bin",
+            cut,
+            "corpus.bin has 1151 bytes, but corpus.idx lists 576 tokens of uint16, 1152 bytes; write both again",
+            None,
+        ),
+        ("corpus.bin", Path.unlink, "corpus.bin does not exist", None),
+        (
+            "text",
+            lambda path: path.write_bytes(b"x" * 31),
+            "text has 3 samples of 8 tokens, but a batch takes 4; give more data, or make data.batch_size at most 3",
+            {"batch": 3},
+        ),
+        (
+            "text",
+            lambda path: path.write_bytes(b"x" * 7),
+            "text has 7 bytes of text, but one sample takes 8; give more, or make data.sequence_length at most 7",
+            {"length": 7, "batch": 1},
+        ),
     ],
     ids=["empty", "odd", "missing", "batch", "sample"],
 )
-def test_what_is_wrong_before_a_run(tmp_path, tokens, name, spoil, text):
+def test_what_is_wrong_before_a_run(tmp_path, tokens, name, spoil, text, mended):
     (tmp_path / "text").write_bytes(b"x" * 1000)
     assert check_run(plan_of(tmp_path / name)) == []
     spoil(tmp_path / name)
     (found,) = check_run(plan_of(tmp_path / name))
     assert found.key == "data.paths"
     assert text in str(found)
+    if mended is not None:
+        assert check_run(plan_of(tmp_path / name, **mended)) == []
+    (tmp_path / "text").write_bytes(b"x" * 1000)
+    write_tokens(tmp_path / "corpus", DOCUMENTS, vocabulary=64)
+    assert check_run(plan_of(tmp_path / name)) == []
 
 
 def test_fewer_samples_of_tokens_than_a_batch_takes(tokens):
     (found,) = check_run(plan_of(tokens, batch=73))
-    assert "corpus.bin has 72 samples of 8 tokens, but a batch takes 73; give more data, or make" in str(found)
+    message = "corpus.bin has 72 samples of 8 tokens, but a batch takes 73; give more data, or make"
+    assert f"{message} data.batch_size at most 72" in str(found)
+    assert check_run(plan_of(tokens, batch=72)) == []
 
 
 def test_tokens_that_are_written_to_are_no_longer_read(tokens):
@@ -66,11 +88,15 @@ def test_tokens_that_are_written_to_are_no_longer_read(tokens):
     other.write_bytes(tokens.read_bytes()[::-1])
     os.replace(other, tokens)  # what the run has mapped is still the file that it began with
     assert samples.rows(np.arange(8)).tokens.tolist() == before
+    write_tokens(tokens.with_suffix(""), DOCUMENTS, vocabulary=64)
     samples = open_samples(section, seed=0)
+    rows = samples.rows(np.arange(8)).tokens.tolist()
     with open(tokens, "r+b") as file:
         file.truncate(100)
     with pytest.raises(DataError, match=r"corpus\.bin has been written to since the run began, from 1152 bytes to 10"):
         samples.rows(np.arange(8))
+    write_tokens(tokens.with_suffix(""), DOCUMENTS, vocabulary=64)  # "once it is as it was"
+    assert open_samples(section, seed=0).rows(np.arange(8)).tokens.tolist() == rows
 
 
 class Poisoned:

@@ -14,6 +14,8 @@ from hyper_parallel.data import (
     read_text,
     write_tokens,
 )
+from hyper_parallel.data.tokenization.preparing import prepare
+from hyper_parallel.data.tokenization.tokenizing import Bytes
 from hyper_parallel.data.tokenization.tokens import TokenFile
 
 
@@ -103,7 +105,7 @@ def test_packed_files_without_weights_give_each_document_once_an_epoch(tokens, t
 
 
 @pytest.mark.parametrize(
-    ("paths", "options", "message"),
+    ("paths", "options", "message", "mended"),
     [
         (["a", "text"], {}, "a.bin is a token file, but .*a.txt is text; write tokens for the text too"),
         (["text"], {"packing": True}, "packing is for token files, but the data is text as bytes; write token files"),
@@ -112,12 +114,24 @@ def test_packed_files_without_weights_give_each_document_once_an_epoch(tokens, t
         (["a", "b"], {"weights": (1.0,)}, "2 paths have 1 weights; give one for each path"),
         (["a", "b"], {"weights": (1.0, 0.0)}, r"the weights of a mixture are positive numbers, got \(1.0, 0.0\)"),
         (["c"], {}, r"the token file .*c\.bin does not exist"),
+        (["a", "text"], {}, "a.bin is a token file, but .*a.txt is text; write tokens for the text too", [["a", "w"]]),
+        (["text"], {"packing": True}, "packing is for token files, but .* as bytes; write token files", [["w"]]),
+        (["text"], {"weights": (1.0,)}, "weights is for token files, but the data is text as bytes", [["w"]]),
+        (["a", "b"], {"weights": (1.0,)}, "2 paths have 1 weights; give one for each path", [["a"]]),
+        (["a", "b"], {"weights": (1.0, 0.0)}, r"are positive numbers, got \(1.0, 0.0\); leave out a source", []),
+        (["w"], {}, r"the token file .*w\.bin does not exist; hyper-parallel data prepare writes a .bin", [["w"]]),
     ],
 )
-def test_data_that_does_not_fit_together_is_refused(tokens, text, paths, options, message):
-    named = {"a": tokens[0], "b": tokens[1], "text": text / "a.txt", "c": tokens[0].with_name("c.bin")}
+def test_data_that_does_not_fit_together_is_refused(tokens, text, paths, options, message, mended):
+    named = {"a": tokens[0], "b": tokens[1], "text": text / "a.txt", "w": tokens[0].with_name("w.bin")}
     with pytest.raises(DataError, match=message):
         check_data(section(*(named[path] for path in paths), **options))
+    prepare([str(text / "a.txt")], tokens[0].with_name("w"), Bytes())  # what `data prepare` does
+    for others in mended:
+        check_data(section(*(named[path] for path in others), **options))
+    if "weights" in options:
+        check_data(section(tokens[0], weights=options["weights"][:1]))
+        check_data(section(*tokens, weights=(1.0, 2.0)))
 
 
 def test_a_token_beyond_the_vocabulary_is_named_when_it_is_read(tokens):
@@ -127,6 +141,8 @@ def test_a_token_beyond_the_vocabulary_is_named_when_it_is_read(tokens):
     (tokens[0].with_suffix(".json")).write_text("[]")
     with pytest.raises(DataError, match=r"a\.json can't be read"):
         check_data(section(*tokens))
+    (tokens[0].with_suffix(".json")).unlink()  # "remove it, or prepare the data again"
+    check_data(section(*tokens))
 
 
 @pytest.mark.parametrize(
@@ -149,3 +165,8 @@ def test_text_that_can_not_be_trained_on(tmp_path, make, message):
     make(path)
     with pytest.raises(DataError, match=message.format(path=path)):
         check_text([str(path)], sequence_length=16, max_bytes=1000)
+    if path.is_file() and path.stat().st_size:
+        assert check_text([str(path)], sequence_length=5, max_bytes=1000) == 5
+    other = tmp_path / "other"
+    other.write_bytes(b"x" * 16)
+    assert check_text([str(other)], sequence_length=16, max_bytes=1000) == 16

@@ -74,27 +74,39 @@ def test_an_interrupted_call_goes_on_where_it_was(texts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "message", "mended", "field"),
     [
-        ("{", "c.jsonl, line 2, is not JSON: "),
-        ("[1]", 'c.jsonl, line 2, is a list, not an object; write {"text": ...}'),
-        ('{"body": "x"}', "c.jsonl, line 2, has no 'text'; it has 'body'; name the text's key with --field"),
-        ('{"text": 3}', "c.jsonl, line 2, has int in 'text', not text"),
+        ("{", "c.jsonl, line 2, is not JSON: ", '{"text": "x"}', "text"),
+        ("[1]", 'c.jsonl, line 2, is a list, not an object; write {"text": ...}', '{"text": "x"}', "text"),
+        (
+            '{"body": "x"}',
+            "c.jsonl, line 2, has no 'text'; it has 'body'; name the text's key with --field",
+            '{"body": "x"}',
+            "body",
+        ),
+        ('{"text": 3}', "c.jsonl, line 2, has int in 'text', not text", '{"text": 3, "body": "x"}', "body"),
     ],
 )
-def test_a_line_that_is_no_document_is_named(tmp_path, line, message):
-    (tmp_path / "c.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+def test_a_line_that_is_no_document_is_named(tmp_path, line, message, mended, field):
+    file = tmp_path / "c.jsonl"
+    file.write_text('{"text": "fine", "body": "fine"}\n' + line + "\n")
     with pytest.raises(DataError, match=re.escape(message)):
-        prepare([str(tmp_path / "c.jsonl")], tmp_path / "out", Bytes())
+        prepare([str(file)], tmp_path / "out", Bytes())
     assert not (tmp_path / "out.bin").exists()
+    file.write_text('{"text": "fine", "body": "fine"}\n' + mended + "\n")
+    prepare([str(file)], tmp_path / "out", Bytes(), field=field)
+    assert documents_of(tmp_path / "out") == [b"fine", b"x"]
 
 
 def test_files_without_text_and_parquet_without_its_library_are_refused(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="the 1 files have no text; give files with text"):
         prepare([str(tmp_path / "d.jsonl")], tmp_path / "out", Bytes())
-    with pytest.raises(DataError, match="bytes have no token '<end>'"):
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
+    assert prepare([str(tmp_path / "d.jsonl")], tmp_path / "out", Bytes())
+    with pytest.raises(DataError, match="bytes have no token '<end>'; give a tokenizer, or no end token"):
         read_tokenizer(None, end="<end>")
+    assert read_tokenizer(None).end is None
     with pytest.raises(DataError, match=r"tokenizer\.json does not exist; give a tokenizer\.json, or a folder"):
         read_tokenizer(str(tmp_path))
 
@@ -134,9 +146,15 @@ def test_a_tokenizer_of_a_folder_ends_each_document(texts, tmp_path, tokenizer_f
 def test_a_tokenizer_that_can_not_be_read_is_named(tokenizer_folder):
     with pytest.raises(DataError, match=r"has no token '</s>'; give the text of one of its special tokens"):
         read_tokenizer(str(tokenizer_folder), end="</s>")
-    (tokenizer_folder / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json can't be read"):
+    assert read_tokenizer(str(tokenizer_folder), end="<end>").end == 1
+    assert read_tokenizer(str(tokenizer_folder / "tokenizer.json"), end="<end>").end == 1  # or the file itself
+    config = tokenizer_folder / "tokenizer_config.json"
+    config.write_text("[]")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json can't be read.*; mend it, or give the end token by"):
         read_tokenizer(str(tokenizer_folder))
+    assert read_tokenizer(str(tokenizer_folder), end="<end>").end == 1
+    config.write_text('{"eos_token": "<end>"}')
+    assert read_tokenizer(str(tokenizer_folder)).end == 1
     (tokenizer_folder / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer\.json can't be read: "):
         read_tokenizer(str(tokenizer_folder), end="<end>")
@@ -172,6 +190,7 @@ def test_rows_of_parquet_and_of_a_dataset_on_disk_are_documents(pyarrow, tmp_pat
         list(read_documents(tmp_path / "a.parquet", field="text"))
     with pytest.raises(DataError, match=r"a\.parquet, row 0, has int in 'id', not text"):
         list(read_documents(tmp_path / "a.parquet", field="id"))
+    assert list(read_documents(tmp_path / "a.parquet", field="body")) == ["one", "", "three"]
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"b\.parquet can't be read: "):
         list(read_documents(tmp_path / "b.parquet", field="text"))
@@ -192,11 +211,15 @@ def test_a_tokenizer_refuses_text_that_is_not_utf8(tokenizer_folder):
     tokenizer = read_tokenizer(str(tokenizer_folder))
     with pytest.raises(DataError, match=r"begins with 'b\\udcff' is not UTF-8, so the tokenizer can't .*; convert its"):
         tokenizer.encode(["a", b"b\xff".decode(errors="surrogateescape")])
+    assert len(tokenizer.encode(["a", b"b\xff".decode("latin-1")])) == 2  # converted
 
 
 def test_a_file_that_is_not_utf8_is_named(texts, tmp_path, tokenizer_folder):
     with pytest.raises(DataError, match=r"texts/a\.txt: the document that begins with 'one .* is not UTF-8"):
         prepare([str(texts)], tmp_path / "out", read_tokenizer(str(tokenizer_folder)))
+    prepare([str(texts / "b.jsonl")], tmp_path / "out", read_tokenizer(str(tokenizer_folder)))  # left out
+    (texts / "a.txt").write_text((texts / "a.txt").read_text("latin-1"), "utf-8")  # converted
+    prepare([str(texts)], tmp_path / "out", read_tokenizer(str(tokenizer_folder)))
 
 
 def test_a_tokenizer_without_an_end_token_is_noted(texts, tmp_path, tokenizer_folder):

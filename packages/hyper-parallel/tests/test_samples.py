@@ -71,6 +71,7 @@ def test_windows_cover_each_stream_once_an_epoch():
 def test_streams_shorter_than_a_sample_are_refused():
     with pytest.raises(DataError, match="one sample takes 8 tokens, but the longest stream has 7; give more data"):
         Windows([np.arange(7), np.arange(3)], 8, seed=0)
+    assert len(Windows([np.arange(8), np.arange(3)], 8, seed=0)) == len(Windows([np.arange(7)], 7, seed=0)) == 1
 
 
 class Letters:
@@ -116,6 +117,7 @@ def test_packed_rows_hold_every_token_once_and_no_label_crosses_a_document(lengt
 def test_documents_without_tokens_are_refused():
     with pytest.raises(DataError, match="there are no tokens to pack; give files with text"):
         Packed(Letters([0, 0]), 4, seed=0)
+    assert len(Packed(Letters([0, 3]), 4, seed=0)) == 1
 
 
 def test_epochs_of_packed_rows_are_packed_anew():
@@ -155,15 +157,21 @@ def test_a_mixture_has_its_proportions_in_every_block_and_each_sample_once():
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"),
+    ("weights", "message", "mended"),
     [
-        ([1.0], "a mixture of 2 sources has 1 weights; give one weight for each source"),
-        ([1.0, -1.0], "positive numbers, got (1.0, -1.0); leave out a source that is not wanted"),
-        ([1.0, 0.0001], "source 1 has weight 0.0001 of 1.0001: under half a sample in 4096; give it a larger"),
-        ([1.0, float("nan")], "positive numbers, got (1.0, nan)"),
+        ([1.0], "a mixture of 2 sources has 1 weights; give one weight for each source", [[1.0, 1.0]]),
+        ([1.0, -1.0], "positive numbers, got (1.0, -1.0); leave out a source that is not wanted", [[1.0]]),
+        (
+            [1.0, 0.0001],
+            "source 1 has weight 0.0001 of 1.0001: under half a sample in 4096; give it a larger weight, or leave it",
+            [[1.0, 0.001], [1.0]],
+        ),
+        ([1.0, float("nan")], "positive numbers, got (1.0, nan)", [[1.0]]),
     ],
 )
-def test_weights_that_give_a_source_nothing_are_refused(weights, message):
+def test_weights_that_give_a_source_nothing_are_refused(weights, message, mended):
     sources = [Windows([np.arange(9)], 3, seed=0)] * 2
     with pytest.raises(DataError, match=re.escape(message)):
         Mixture(sources, weights, seed=0)
+    for right in mended:
+        Mixture(sources[: len(right)], right, seed=0)

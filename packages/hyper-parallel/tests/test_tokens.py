@@ -68,6 +68,8 @@ def test_files_that_do_not_fit_are_refused_by_name(stem, suffix, change, message
     rewrite(stem, suffix, change)
     with pytest.raises(DataError, match=re.escape(message)):
         TokenFile(stem)
+    write_tokens(stem, DOCUMENTS, vocabulary=50)  # written again
+    assert len(TokenFile(stem)) == 3
 
 
 def test_a_missing_file_is_named(stem):
@@ -83,16 +85,23 @@ def test_a_token_that_the_model_lacks_is_found_in_its_file(stem):
         DataError, match=r"corpus\.bin has token 12 at place 7, but the model's vocabulary has 12; take"
     ):
         file.check(np.array([[12, 3]]), 12)
+    file.check(np.array([[12, 3]]), 50)  # of the tokenizer's model
 
 
 @pytest.mark.parametrize(
-    ("documents", "message"),
+    ("documents", "message", "mended"),
     [
-        ([[1], [2, 50]], "document 1 has token 50, but the vocabulary has 50"),
-        ([[], []], "there are no tokens to write to"),
+        (
+            [[1], [2, 50]],
+            "document 1 has token 50, but the vocabulary has 50; give the vocabulary of the tokenizer",
+            ([[1], [2, 50]], 51),
+        ),
+        ([[], []], "there are no tokens to write to .*; give files with text", ([[], [1, 2, 3]], 50)),
     ],
 )
-def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path, documents, message):
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path, documents, message, mended):
     with pytest.raises(DataError, match=message):
         write_tokens(tmp_path / "x", documents, vocabulary=50)
     assert list(tmp_path.iterdir()) == []
+    documents, vocabulary = mended
+    assert write_tokens(tmp_path / "x", documents, vocabulary=vocabulary) == 3
