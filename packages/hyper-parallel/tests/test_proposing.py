@@ -55,6 +55,7 @@ def test_memory_decides():
         PlanError, match=r"8 ranks of 1 GiB can't train the model: .* needs least, 3\.\d+ GiB a rank; give"
     ):
         proposed("1GiB")
+    assert proposed("4GiB").mesh.world_size == 8  # more memory
     with pytest.raises(PlanError, match=r"--memory: .*; write for example --memory 64GiB"):
         proposed("a lot")
     assert proposed("64GiB", "mesh.tp=4", "mesh.dp_shard=2", "data.sequence_length=64").mesh.axes["tp"] == 4
@@ -78,6 +79,10 @@ def test_the_command(tmp_path, monkeypatch):
     assert unknown.exit_code == 1 and "LlamaConfig" in unknown.output
     nothing = CliRunner().invoke(cli.app, ["init", "--model", "llama", "--ranks", "2"])
     assert nothing.exit_code == 1 and "'llama' is no folder here" in nothing.output
+    with pytest.raises(PlanError, match="give a folder with a config.json, or such as LlamaConfig"):
+        proposal_of("llama", 2)
+    assert proposal_of("LlamaConfig", 2).plan.mesh.world_size == 2
+    assert CliRunner().invoke(cli.app, [*arguments[:-1], str(tmp_path / "another.toml")]).exit_code == 0
     monkeypatch.chdir(tmp_path)
     Path("plans").mkdir()
     for name, path in (("own.toml", "model"), ("plans/there.toml", "../model")):

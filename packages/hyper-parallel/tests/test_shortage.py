@@ -109,6 +109,9 @@ def runs_out(folder, where):
 def test_a_plan_with_a_budget_is_told_to_lower_it():
     plan = ParallelPlan.from_dict({"memory": {"budget": "20GiB"}})
     assert advice(plan).startswith("make memory.budget less than 20GiB")
+    without = advice(ParallelPlan())
+    assert without.startswith('write budget = "20GiB" in [memory]')
+    assert ParallelPlan.from_dict({"memory": {"budget": without.split('"')[1]}}).memory.budget == "20GiB"
 
 
 def test_a_budget_below_what_backward_needs_is_refused_with_one_that_would_do():
@@ -129,8 +132,12 @@ def train_over_budget(folder):
     }
     tables["model"]["overrides"] |= {"intermediate_size": 128, "num_attention_heads": 4}
     plan = ParallelPlan.from_dict(tables)
-    with pytest.raises(PlanError, match='write budget = "'):
+    with pytest.raises(PlanError, match='write budget = "') as refused:
         train(plan, prepare_folder(folder / "run", name="x", resume=True))
+    enough = refused.value.diagnostics[0].fix.split('"')[1]
+    plan = ParallelPlan.from_dict({**tables, "memory": {"budget": enough}})
+    train(plan, prepare_folder(folder / "enough", name="x", resume=True))
+    assert (folder / "enough" / "metrics.jsonl").read_text().count("\n") == 1
 
 
 def test_all_ranks_refuse_a_budget_alike(tmp_path):

@@ -95,25 +95,56 @@ def test_a_script_passes_values_on_and_is_not_overwritten(folder, capsys):
     assert script.endswith(f"train run.toml --out there --resume auto --set '{name}'\n")
     assert slurm(*given) == 1
     assert capsys.readouterr().err == "error: job.sh exists; remove it, or choose another file with --out\n"
+    assert slurm(*given[:-1], "other.sh") == 0
+    (folder / "job.sh").unlink()
+    assert slurm(*given) == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "expected", "mended"),
     [
-        (("--nodes", "3"), "the mesh dp_shard 2 has 2 ranks, which 3 nodes can't start, one a GPU"),
-        (("--nodes", "1", "--gpus-per-node", "8"), "2 ranks, which 1 nodes of 8 GPUs can't start, one a GPU"),
-        (("--nodes", "3"), "nodes x GPUs that fit: 1 x 2, 2 x 1; or change the sizes in [mesh]"),
-        (("--nodes", "1", "--time", "soon"), "got 'soon', which sbatch does not read"),
-        (("--nodes", "1", "--sbatch", "nodes=2"), "nodes is set by this command"),
-        (("--nodes", "1", "--sbatch", "-p gpu"), "got '-p gpu', which is no option of sbatch"),
-        (("--nodes", "1", "--set", "mesh.tpp=2"), "[mesh] has no key 'tpp'"),
-        (("--nodes", "1", "--set", "data.paths=['nowhere']"), "the data file nowhere does not exist"),
+        (
+            "--nodes 3",
+            "the mesh dp_shard 2 has 2 ranks, which 3 nodes can't start, one a GPU; nodes x GPUs that fit: 1 x 2, 2 x 1"
+            "; or change the sizes in [mesh]",
+            ["--nodes 1 --gpus-per-node 2", "--nodes 2 --gpus-per-node 1", "--nodes 3 --set mesh.dp_shard=3 BATCH"],
+        ),
+        (
+            "--nodes 1 --gpus-per-node 8",
+            "2 ranks, which 1 nodes of 8 GPUs can't start, one a GPU",
+            ["--nodes 1 --gpus-per-node 8 --set mesh.dp_shard=8 BATCH"],
+        ),
+        (
+            "--nodes 1 --time soon",
+            "got 'soon', which sbatch does not read; write minutes, hours:minutes:seconds or days-hours",
+            ["--nodes 1 --time 90", "--nodes 1 --time 1:30:00", "--nodes 1 --time 1-12"],
+        ),
+        ("--nodes 1 --sbatch nodes=2", "nodes is set by this command; leave it out", ["--nodes 1"]),
+        (
+            "--nodes 1 --sbatch -p=gpu",
+            "got '-p=gpu', which is no option of sbatch; write for example --sbatch partition=gpu",
+            ["--nodes 1 --sbatch partition=gpu"],
+        ),
+        (
+            "--nodes 1 --set run.platform=mindspore",
+            "srun starts ranks of PyTorch only; start MindSpore's ranks by msrun on each node",
+            ["--nodes 1"],
+        ),
+        ("--nodes 1 --set mesh.tpp=2", "[mesh] has no key 'tpp'", []),
+        (
+            "--nodes 1 --set data.paths=['nowhere']",
+            "the data file nowhere does not exist; give files or",
+            ["--nodes 1"],
+        ),
     ],
 )
-def test_what_can_not_run_is_refused(folder, capsys, arguments, expected):
-    assert slurm(*arguments) == 1
+def test_what_can_not_run_is_refused(folder, capsys, arguments, expected, mended):
+    assert slurm(*arguments.split()) == 1
     out, err = capsys.readouterr()
-    assert out == "" and expected in err
+    assert out == "" and all(part in err for part in expected.split("; "))  # the fix is another column
+    for way in mended:
+        given = way.replace("BATCH", "--set data.batch_size=24").split()
+        assert slurm(*given) == 0, capsys.readouterr().err
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -202,10 +202,62 @@ def test_mistakes(place):
         assert expected in str(diagnostic)
     (found,) = check_run(plan_of(place, paths=[str(place / "b.jsonl")]))
     assert "b.jsonl, line 1, has no 'text'; it has 'body'" in found.message
+    assert "name the text's key with --field, or data.field in a plan" in found.fix
     with pytest.raises(DataError, match="b.jsonl, line 1, has no 'text'"):
         with_tokens(plan_of(place, paths=[str(place / "b.jsonl")]), place / "run", Ranks())
 
 
+@pytest.mark.framework("torch")
+def test_what_a_mistake_is_told_to_do_helps(place):
+    write_tokens(place / "c", [[1, 2, 3] * 9], vocabulary=8)
+    tokens, text, lines = [str(place / "c.bin")], [str(place / "a.txt")], [str(place / "b.jsonl")]
+    plain = {"config": "LlamaConfig"}
+    save = ["config.json", "model.safetensors"]
+    (place / "old").mkdir()
+    for name in save:
+        (place / "old" / name).write_bytes((place / "model" / name).read_bytes())
+    (place / "old" / "tokenizer.model").write_bytes(b"")
+    old = {"path": str(place / "old")}
+    for wrong, fix, ways in (
+        ({"tokenizer": str(place)}, "give a tokenizer.json, or a folder that has one", [{"tokenizer": "F"}, {}]),
+        ({"paths": tokens, "tokenizer": "bytes"}, "leave it out", [{"paths": tokens}]),
+        ({"paths": tokens, "field": "body"}, "leave it out", [{"paths": tokens}]),
+        ({"paths": tokens, "max_bytes": 9}, "leave it out", [{"paths": tokens}]),
+        ({"max_bytes": 100}, "leave it out", [{}]),
+        ({"weights": [1, 2]}, "give one for each path", [{"weights": [1]}]),
+        ({"paths": lines}, "name the text's key with --field, or data.field", [{"paths": lines, "field": "body"}]),
+        ({"model": old}, "or name another with data.tokenizer ('bytes')", [{"model": old, "tokenizer": "F"}]),
+        (
+            {"model": plain, "paths": lines},
+            "name a tokenizer: data.tokenizer = 'bytes', or a folder",
+            [{"model": plain, "paths": lines, "tokenizer": name, "field": "body"} for name in ("bytes", "D")],
+        ),
+        (
+            {"model": plain, "field": "body"},
+            "name one, or leave it out",
+            [{"model": plain}, {"model": plain, "field": "body", "tokenizer": "bytes"}],
+        ),
+        (
+            {"paths": tokens, "model": plain, "validation": {"paths": text, "batches": 1}},
+            "give both alike, or a [model] path that has the tokenizer",
+            [{"paths": tokens, "validation": {"paths": text, "batches": 1}}],
+        ),
+        (
+            {"paths": tokens, "model": plain, "validation": {"prompts": ["to be"]}},
+            "leave the prompts out, or give a [model] path that has the tokenizer",
+            [{"paths": tokens, "model": plain}, {"paths": tokens, "validation": {"prompts": ["to be"]}}],
+        ),
+    ):
+        (found,) = check_run(plan_of(place, **wrong))
+        assert fix in found.fix
+        for way in ways:
+            named = {"F": str(place / "model" / "tokenizer.json"), "D": str(place / "model")}
+            if "tokenizer" in way:
+                way = {**way, "tokenizer": named.get(str(way["tokenizer"]), way["tokenizer"])}
+            assert check_run(plan_of(place, **way)) == [], way
+
+
+@pytest.mark.framework("torch")
 def test_documents_of_which_nothing_tells_the_end_are_noted(place, capsys):
     tables = plan_of(place, paths=[str(place / "b.jsonl")], field="body")
     assert text_notes(tables) == []

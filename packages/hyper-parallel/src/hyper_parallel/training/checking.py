@@ -101,7 +101,9 @@ def _check_validation_data(plan: ParallelPlan) -> list[Diagnostic]:
         kinds = {True: "token files", False: "text as bytes"}
         trained, validated = kinds[has_tokens(plan.data)], kinds[not has_tokens(plan.data)]
         message = f"the model is trained on {trained} and would be validated on {validated}"
-        diagnostics.append(Diagnostic("validation.paths", message, "give both alike, or name data.tokenizer"))
+        # Of token files, data.tokenizer is refused: it would read nothing.
+        other = "a [model] path that has the tokenizer" if has_tokens(plan.data) else "name data.tokenizer"
+        diagnostics.append(Diagnostic("validation.paths", message, f"give both alike, or {other}"))
     if not diagnostics:
         try:
             if check_text_of(plan, validation_data(plan)) is None:  # else once there are tokens
