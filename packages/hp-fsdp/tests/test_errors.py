@@ -11,6 +11,7 @@ import torch
 from fsdp_models import Net, data_mesh, pair, seeded
 from torch import nn
 
+import hp_dtensor
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_fsdp import MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
 from hp_testing import device_type, on_ranks
@@ -50,6 +51,8 @@ def test_modules():
         ValueError, match=r"ModuleList has no forward of its own. Call fully_shard on each of its modules"
     ):
         fully_shard(nn.ModuleList([nn.Linear(1, 1)]))
+    for each in nn.ModuleList([nn.Linear(1, 1)]):
+        fully_shard(each)
     model: Any = pair()[1]
     with pytest.raises(ValueError, match=r"this Net is sharded already"):
         fully_shard(model, data_mesh())
@@ -74,6 +77,8 @@ def test_meshes():
     turned = DeviceMesh(device_type(), [3, 1, 2, 0])
     with pytest.raises(ValueError, match=r"ranks must ascend along the shard axis, axis 0 of .*\[3, 1, 2, 0\]"):
         fully_shard(seeded(Net), turned)
+    fully_shard(seeded(Net), DeviceMesh(device_type(), [0, 1, 2, 3]))
+    fully_shard(seeded(Net), mesh["a", "c"])
 
 
 @on_ranks(1)
@@ -82,6 +87,8 @@ def test_half_of_a_group_on_meta():
     model.first.to("meta")
     with pytest.raises(ValueError, match=r"2 of \d+ parameters of Net are on the meta device \(first.weight"):
         fully_shard(model, data_mesh())
+    model.first.to_empty(device=device_type())
+    fully_shard(model, data_mesh())
 
 
 @on_ranks(2)
@@ -113,6 +120,7 @@ def test_clipping_takes_the_gradients_of_the_parameters() -> None:
     assert torch.equal(clipped[0], clipped[1]) and torch.equal(clipped[0], clipped[2])
     with pytest.raises(TypeError, match="gradients= is for MindSpore; on PyTorch the gradients are"):
         clip_grad_norm_(parameters, 1.0, gradients=clipped)  # type: ignore[arg-type]
+    clip_grad_norm_(parameters, 1.0)
 
 
 @on_ranks(2)
@@ -126,3 +134,7 @@ def test_what_is_torchs_own() -> None:
     linear.weight = nn.Parameter(distribute_tensor(linear.weight.data, theirs, [Shard(0)]))
     with pytest.raises(TypeError, match="parameter 'weight' is a DTensor of torch's. Lay it out with hp_dtensor"):
         fully_shard(linear, mesh=data_mesh())
+    linear.weight = nn.Parameter(hp_dtensor.distribute_tensor(torch.ones(4, 4), data_mesh(), [hp_dtensor.Shard(0)]))
+    axes = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp", "tp"))
+    linear.weight = nn.Parameter(hp_dtensor.distribute_tensor(torch.ones(4, 4), axes["tp"], [hp_dtensor.Shard(0)]))
+    fully_shard(linear, mesh=axes["dp"])

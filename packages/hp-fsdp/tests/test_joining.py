@@ -104,6 +104,10 @@ def test_what_joins_and_cannot_be_taken_in():
     model.last = nn.Linear(7, 3, device="meta")
     with pytest.raises(RuntimeError, match=r"'last.weight' joined Net after it was sharded, and is on the meta device"):
         model(batch()[1])
+    model.last.to_empty(device=device_type()).to(torch.float64)
+    nn.init.ones_(model.last.weight)
+    nn.init.ones_(model.last.bias)
+    model(batch()[1])
     _, model = pair()
     model.last.weight = nn.Parameter(torch.ones(3, 7, device=device_type(), dtype=torch.float64))
     with pytest.raises(RuntimeError, match=r"'last.weight' of Net was replaced by Parameter that is not laid out as"):
@@ -164,6 +168,9 @@ def test_a_model_of_which_the_root_is_not_sharded():
     loss_of(model(batch()[1])).backward()
     with pytest.raises(RuntimeError, match=r"4 of the 19 parameters of AdamW are in no sharded module.*\(7, 5\)"):
         optimizer.step()
+    whole = pair(mesh=data_mesh())[1]  # the model itself was sharded as well, after its blocks
+    loss_of(whole(batch()[1])).backward()
+    optimized(whole).step()
     for parameter in (*model.first.parameters(), *model.last.parameters()):
         parameter.requires_grad_(False)
         parameter.grad = None
@@ -178,6 +185,11 @@ def test_an_optimizer_of_gathered_parameters():
     loss_of(model(batch()[1])).backward()
     with pytest.raises(RuntimeError, match=r"AdamW was made while 5 of its 5 parameters were gathered"):
         optimizer.step()
+    model.zero_grad()
+    model.reshard()
+    optimizer = optimized(model.blocks[0])
+    loss_of(model(batch()[1])).backward()
+    optimizer.step()
 
 
 @on_ranks(2)

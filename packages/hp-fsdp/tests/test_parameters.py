@@ -60,6 +60,16 @@ def test_a_parameter_tied_to_another_group_is_an_error():
     fully_shard(model.embed, data_mesh())
     with pytest.raises(ValueError, match=r"'head.weight' of Tied belongs to a group already: 'weight' of Embedding"):
         fully_shard(model, data_mesh())
+    whole = seeded(Tied)  # neither of the two that share it is a group of its own
+    for block in whole.blocks:
+        fully_shard(block, data_mesh())
+    fully_shard(whole, data_mesh())
+    listed = seeded(Tied)
+    fully_shard([listed.embed, listed.head], data_mesh())
+    fully_shard(listed, data_mesh())
+    for model in (whole, listed):
+        loss_of(model(batch()[1])).backward()
+        assert model.head.weight is model.embed.weight
 
 
 def freeze(net: nn.Module) -> None:

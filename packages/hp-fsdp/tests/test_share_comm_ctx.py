@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fsdp_models import Net, loss_of, pair, rows, same_gradients, same_weights
+from fsdp_models import Net, data_mesh, loss_of, pair, rows, same_gradients, same_weights
 from torch import nn
 
-from hp_fsdp import share_comm_ctx
+from hp_fsdp import fully_shard, share_comm_ctx
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
@@ -45,3 +45,4 @@ def test_modules_that_are_not_sharded():
     share_comm_ctx([])
     with pytest.raises(ValueError, match="number 1 is a Linear. Call fully_shard on it first"):
         share_comm_ctx([pair()[1], nn.Linear(2, 2)])
+    share_comm_ctx([pair()[1], fully_shard(nn.Linear(2, 2, device=device_type()), data_mesh())])

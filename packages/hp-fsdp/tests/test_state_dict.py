@@ -318,6 +318,10 @@ def test_what_get_state_dict_refuses() -> None:
         NotImplementedError, match=r"submodules is not supported.* call get_model_state_dict\(submodule\)"
     ):
         get_state_dict(model, (), submodules={model.first})
+    part = get_model_state_dict(model.first)
+    whole = get_model_state_dict(model)
+    names = {name.removeprefix("first.") for name in whole if name.startswith("first.")}
+    assert set(part) == names
     state, nothing = get_state_dict(model, ())
     assert nothing == {"state": {}, "param_groups": []}
     set_state_dict(model, (), model_state_dict=state, optim_state_dict=nothing)

@@ -39,6 +39,7 @@ def test_what_is_no_state_is_refused():
 def test_options_are_checked():
     with pytest.raises(ValueError, match="set full_state_dict=True as well"):
         StateDictOptions(broadcast_from_rank0=True)
+    StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
     with pytest.raises(TypeError, match="got bool"):
         StateDictOptions.of(True)
     theirs = {name: getattr(StateDictOptions(), name) for name in StateDictOptions.__slots__} | {"strict": False}

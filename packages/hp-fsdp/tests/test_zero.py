@@ -198,6 +198,8 @@ def test_arguments_are_checked():
     ):
         with pytest.raises(error, match=text):
             hsdp(nn.Linear(2, 2), **options)
+    for way in ({"bucket_size": 4, "comm_fusion": True}, {}):
+        hsdp(nn.Linear(2, 2), **way)
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got int"):
         hsdp(3)
 
