@@ -98,8 +98,10 @@ def test_from_local_checks() -> None:
     DTensor.from_local(_arange(2) + me, mesh, [Shard(0)], run_check=True)
     with pytest.raises(TypeError, match="from_local takes a plain tensor, got a DTensor"):
         DTensor.from_local(_dt(4), mesh, [Shard(0)])
+    assert _dt(4).redistribute(mesh, [R]).placements == (R,)
     with pytest.raises(ValueError, match="2 placements .* for a mesh of 1 axes"):
         DTensor.from_local(_arange(2), mesh, [R, R])
+    DTensor.from_local(_arange(2), mesh, [R])
     with pytest.raises(ValueError, match=r"Shard\(1\) of a tensor with 1 dims"):
         DTensor.from_local(_arange(2), mesh, [Shard(1)])
 
@@ -185,6 +187,7 @@ def test_redistribute(ranks: int) -> None:
     assert x.redistribute(placements=[Shard(-1)], async_op=True).placements == (Shard(1),)
     with pytest.raises(ValueError, match="redistribute: pass the target"):
         x.redistribute()
+    assert torch.equal(x.redistribute(placements=[Replicate()]).to_local(), whole)
     other = init_device_mesh(device_type(), (ranks, 1))
     assert x.redistribute(other, [R, R]).device_mesh == other
     assert _dt(4, placement=P, ranks=ranks).reduce_partial().placements == (R,)
@@ -322,6 +325,11 @@ def test_plain_tensors_do_not_mix() -> None:
             call()
     with pytest.raises(ValueError, match=r"meets a DTensor .*implicit_replication"):
         x[torch.tensor([0, 1], device=device_type())]
+    placed = distribute_tensor(plain, x.device_mesh, [R])  # "Distribute it"
+    assert torch.equal((x + placed).full_tensor(), 2 * plain)
+    with implicit_replication():
+        assert torch.equal((x + plain).full_tensor(), 2 * plain)
+        assert torch.equal(x[torch.tensor([0, 1], device=device_type())].full_tensor(), plain[:2])
     assert torch.equal((x + torch.tensor(2.0)).full_tensor(), plain + 2), "0-d tensors are numbers"
 
 

@@ -87,6 +87,19 @@ def test_a_module_that_nobody_initialises_is_named():
     with pytest.raises(RuntimeError, match=r"Scale \(1\) holds \['scale'\] on meta and has no reset_parameters"):
         init_parameters(model)
 
+    class Reset(Scale):
+        def reset_parameters(self):
+            nn.init.ones_(self.scale)
+
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(3, 3), Reset())
+    init_parameters(model)
+    assert model[1].scale.sum() == 3
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(3, 3))
+    model.append(Scale())  # built outside of init_empty_weights()
+    init_parameters(model)
+
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("placement", [R, Shard(0), Shard(1)])
@@ -140,6 +153,7 @@ def test_ragged_and_partial_draws():
     partial = DTensor.from_local(torch.zeros(2, device=device_type()), mesh, [Partial()])
     with pytest.raises(RuntimeError, match="a partial value can't be drawn"):
         partial.normal_()
+    partial.reduce_partial().normal_()
 
 
 @on_ranks(2)
@@ -148,3 +162,5 @@ def test_generators_that_differ_are_found_before_shards_disagree():
     torch.manual_seed(torch.distributed.get_rank())
     with pytest.raises(RuntimeError, match=r"generators differ.*call hp_platform.manual_seed\(seed\)"):
         rand(4, device_mesh=mesh, placements=[R, Shard(0)])
+    manual_seed(3)
+    assert rand(4, device_mesh=mesh, placements=[R, Shard(0)]).shape == (4,)

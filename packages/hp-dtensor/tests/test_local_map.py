@@ -107,6 +107,14 @@ def test_what_does_not_fit_a_local_map_is_said() -> None:
         for kind in (ValueError, AssertionError):
             with pytest.raises(kind, match=text):
                 local_map(lambda a: a, **{"out_placements": [Shard(0)], **kwargs})(x)
+    for kwargs in (
+        {"in_placements": ([R],), "redistribute_inputs": True, "out_placements": [R]},
+        {"in_placements": ([Shard(0)],)},
+        {"out_placements": ([Shard(0)],)},
+    ):
+        close(local_map(lambda a: a, **{"out_placements": [Shard(0)], **kwargs})(x), x.full_tensor())
+    pair = local_map(lambda a: (a, 3), ([Shard(0)], None))(x)  # None for one that is not a tensor
+    assert pair[1] == 3
     with pytest.raises(ValueError, match=r"result 0 is a DTensor; func must return local tensors"):
         local_map(lambda a: x, [Shard(0)])(x)
 

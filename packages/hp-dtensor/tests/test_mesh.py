@@ -82,6 +82,8 @@ def test_no_mesh_is_active() -> None:
         get_current_mesh()
     with pytest.raises(RuntimeError, match="no mesh is active"):
         distribute_tensor(torch.ones(2))
+    with _abstract([0, 1]) as mesh:
+        assert get_current_mesh() is mesh
 
 
 def test_the_innermost_mesh_is_active() -> None:
@@ -109,6 +111,11 @@ def test_all_ranks_in_order(ranks: int) -> None:
         init_device_mesh(device_type(), (7, 3))
     with pytest.raises(ValueError, match=r"device_type 'cpu:0' names one device; pass the kind, 'cpu'"):
         init_device_mesh("cpu:0", (ranks,))
+    assert init_device_mesh("cpu", (ranks,)).size() == ranks
+    assert mesh.get_local_rank("x") == me and mesh.get_group("x") is mesh.get_all_groups()[0]
+    with mesh:
+        assert distribute_tensor(torch.ones(2, device=device_type())).device_mesh is mesh
+    assert distribute_tensor(torch.ones(2, device=device_type()), mesh).device_mesh is mesh
 
 
 @on_ranks(4)

@@ -59,3 +59,4 @@ def test_names_of_a_reduction():
     assert Partial().reduce_op == "sum"
     with pytest.raises(TypeError, match="reduce_op='max' and op='sum' are two names of one argument"):
         Partial("max", op="sum")
+    assert Partial("max") == Partial(op="max")

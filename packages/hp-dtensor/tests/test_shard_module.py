@@ -152,3 +152,10 @@ def test_what_is_refused_leaves_the_module_alone() -> None:
         with pytest.raises(error, match=text):
             shard_module(model, plan)
     assert not any(isinstance(p, DTensor) for p in model.parameters()) and not model._forward_pre_hooks
+    for mended in (
+        {"parameter": {"head.weight": rows}},
+        {"parameter": {"head.weight": layout("tp", "None"), "norm.weight": layout("None")}},
+        {"forward": {"head.input": rows, "output": whole}},
+        {"forward": {"input": [rows, None]}},
+    ):
+        shard_module(Model(), mended)

@@ -184,6 +184,7 @@ def test_a_rank_outside_a_mesh_holds_nothing() -> None:
             ValueError, match=r"rank 1 is not in .* the global shape cannot be inferred .*; pass shape="
         ):
             DTensor.from_local(torch.zeros(0, 2, device=device_type()), mesh, [R])
+        assert DTensor.from_local(torch.zeros(0, 2, device=device_type()), mesh, [R], shape=(3, 2)).shape == (3, 2)
 
 
 # ---- gradients ----

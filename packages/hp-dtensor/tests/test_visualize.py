@@ -196,6 +196,7 @@ def test_what_cannot_be_shown_is_an_error(tmp_path: Any, monkeypatch: pytest.Mon
         visualize_sharding(GRID("dp"))
     with pytest.raises(ValueError, match="describes ranks only; call it with the axis of each tensor dim"):
         visualize_sharding(GRID, shape=(4,))
+    visualize_sharding(GRID("dp"), shape=(4,))
     with pytest.raises(ValueError, match=r"has 1 dims, but shape \(4, 4\) has 2"):
         visualize_sharding(GRID("dp"), shape=(4, 4))
     with pytest.raises(ValueError, match=r"Shard\(1\): dim 1 is out of range for a tensor of shape \(4,\)"):

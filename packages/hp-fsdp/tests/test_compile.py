@@ -139,3 +139,8 @@ def test_a_sharded_module_inside_a_graph_is_refused(whole: str):
         model.compile(backend="eager")
     with pytest.raises(Exception, match=r"torch.compile cannot take gathering .* module.compile\(\) on each sharded"):
         model(batch()[1])
+    parts = seeded(Net)
+    for block in parts.blocks:
+        fully_shard(block)
+        block.compile(backend="eager")
+    parts(batch()[1])

@@ -317,3 +317,5 @@ def test_classes_of_parameters():
     with pytest.raises(ValueError, match=r"'first.weight' has a gradient, of this rank's own"):
         fully_shard(model, data_mesh())
     assert type(model) is Net
+    model.zero_grad()
+    fully_shard(model, data_mesh())

@@ -7,7 +7,7 @@ import torch.distributed.fsdp as torchs
 from fsdp_models import Net, pair, seeded, train
 
 from hp_dtensor import init_device_mesh
-from hp_fsdp import DataParallelMeshDims, FSDPModule, fully_shard
+from hp_fsdp import DataParallelMeshDims, FSDPModule, fully_shard, hsdp
 from hp_testing import device_type, on_ranks
 
 NAMES = ("replicate", "a", "b", "tp")
@@ -36,7 +36,7 @@ def test_names_that_cannot_be():
             ValueError,
             r"dp_mesh_dims names \['no'\], the mesh has \('dp', 'tp'\)",
         ),
-        (None, DataParallelMeshDims(shard="dp"), ValueError, "names axes of mesh, got no mesh"),
+        (None, DataParallelMeshDims(shard="dp"), ValueError, "names axes of mesh, got no mesh. Give mesh= with mesh_"),
         (
             mesh,
             DataParallelMeshDims(replicate="dp"),
@@ -48,6 +48,9 @@ def test_names_that_cannot_be():
     for each, dims, error, text in cases:
         with pytest.raises(error, match=text):
             fully_shard(seeded(Net), each, dp_mesh_dims=dims)
+    fully_shard(seeded(Net), mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    fully_shard(seeded(Net), mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp", shard="tp"))
+    hsdp(seeded(Net), shard_size=1)
     with pytest.raises(ValueError, match="name at least one axis"):
         DataParallelMeshDims()
     if hasattr(torchs, "DataParallelMeshDims"):

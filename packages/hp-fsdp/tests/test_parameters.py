@@ -256,7 +256,11 @@ def test_a_model_on_meta_is_emptied_onto_a_device():
         reference = seeded(Initialised)
     with init_empty_weights():
         model = fully_shard(Initialised(), data_mesh())
-    model.to_empty(device=device_type())
+    with pytest.raises(RuntimeError, match=r"still on the meta device.*model.to_empty\(device='") as refused:
+        model(batch()[1])
+    named = str(refused.value).split("to_empty(device='")[1].split("'")[0]
+    assert named == device_type()
+    model.to_empty(device=named)
     from hp_fsdp import load_full_state_dict
 
     load_full_state_dict(model, reference.state_dict())

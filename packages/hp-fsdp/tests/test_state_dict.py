@@ -81,6 +81,7 @@ def test_names_and_shapes_must_fit():
     state["more"] = state.pop("last.bias")
     with pytest.raises(ValueError, match=r"1 names are missing \(last.bias\), 1 are unexpected \(more\)"):
         load_full_state_dict(model, state)
+    load_full_state_dict(model, state, strict=False)
     state["last.weight"] = torch.zeros(2, 2)
     with pytest.raises(ValueError, match=r"'last.weight' has shape \(2, 2\), the model's is \(3, 7\)"):
         load_full_state_dict(model, state, strict=False)
@@ -170,6 +171,10 @@ def test_frozen_parameters_may_be_left_out():
     assert set_model_state_dict(model, state, options=options) == ([], [])
     with pytest.raises(ValueError, match="2 names are missing"):
         set_model_state_dict(model, state, options=FULL)
+    missing, unexpected = set_model_state_dict(
+        model, state, options=StateDictOptions(full_state_dict=True, strict=False)
+    )
+    assert (sorted(missing), list(unexpected)) == (["first.bias", "first.weight"], [])
 
 
 class Extra(nn.Linear):

@@ -66,7 +66,7 @@ def test_what_attention_is_not_computed() -> None:
         (ValueError, "is_causal=True needs as many keys", (q, q[:, :, :4], q[:, :, :4]), {"is_causal": True}),
         (ValueError, "must be .batch, heads, sequence, head size", (q[0], q[0], q[0]), {}),
         (TypeError, "they must have the same dtype", (q, q.double(), q), {}),
-        (ValueError, "3 query heads and 3 key/value heads do not divide over a Ulysses", (q[:, :3],) * 3, {}),
+        (ValueError, r"3 query heads and 3 .* a Ulysses .* Pass ulysses_degree= one of \[1\]", (q[:, :3],) * 3, {}),
         (
             ValueError,
             "q, k and v are placed .* they must have the same layout",
@@ -88,6 +88,10 @@ def test_what_attention_is_not_computed() -> None:
         assert F.scaled_dot_product_attention(q, q, q).shape == q.shape, "the mode is left"
         assert not torch.overrides._get_current_function_mode_stack()
     assert module(q[:, :, :4], q, q).shape == (1, 4, 4, 2), "fewer queries than keys"
+    assert module(q, q, q, dropout_p=0.0).shape == q.shape
+    assert module(q, q[:, :2], q[:, :2], enable_gqa=True).shape == q.shape
+    ring = parallelize_module(Given(), mesh, ContextParallel(ulysses_degree=1))
+    assert ring(q[:, :3], q[:, :3], q[:, :3]).shape == (1, 3, 6, 2)
     own = {"attn_mask": rand(6, 6)} if dist.get_rank() else {}  # all ranks refuse what one is given
     text = r"an attn_mask of shape \(6, 6\)" if own else r"ranks \[1\] refuse this step, for the reasons that"
     module(q, q, q)
@@ -110,6 +114,7 @@ def test_parts_of_unequal_length_are_found_out() -> None:
             module(q, q, q)
     with pytest.raises(ValueError, match="length 9 .* does not divide over 2 ranks; pad it to 10"):
         context_parallel_shard(torch.zeros(1, 9), mesh)
+    assert context_parallel_shard(torch.zeros(1, 10), mesh).shape == (1, 5)
     balanced = parallelize_module(Given(), mesh, ContextParallel(load_balance=True))
     with pytest.raises(ValueError, match="load_balance needs two equal chunks per rank, but q .* has length 3"):
         balanced(*[torch.ones(1, 4, 3, 2, device=device_type())] * 3)
@@ -271,11 +276,16 @@ def test_modules_that_do_not_fit() -> None:
     silent = parallelize_module(nn.Identity(), mesh, ContextParallel())
     with pytest.raises(RuntimeError, match="Identity ran without a call of .*attn_implementation='sdpa'"):
         silent(x)
+    heads = torch.randn(1, 4, HEADS, SIZE, device=device_type())
+    core = parallelize_module(_Core(), mesh, ContextParallel(qkv_kwarg_names=("q", "k", "v")))
+    assert core(q=heads, k=heads, v=heads).shape == heads.shape
     with pytest.raises(RuntimeError, match="Identity already has a context parallel style"):
         parallelize_module(silent, mesh, ContextParallel())
     several = parallelize_module(nn.MultiheadAttention(DIM, HEADS, device=device_type()), mesh, ContextParallel())
     with pytest.raises(NotImplementedError, match="nn.MultiheadAttention calls attention where"):
         several(x, x, x)
+    own = Attention().to(x.dtype)
+    assert parallelize_module(own, mesh, ContextParallel())(x).shape[-2] == 4  # it calls torch's attention
     named = parallelize_module(Given(), mesh, ContextParallel(qkv_indices=(0, 1, 3), qkv_kwarg_names=("q", "k", "w")))
     with pytest.raises(TypeError, match="v is looked for at position 3 and by name 'w'; the inputs are"):
         named(x[..., None], x[..., None], x[..., None])
@@ -286,6 +296,14 @@ def test_modules_that_do_not_fit() -> None:
     with pytest.raises(NotImplementedError, match="attention weights are not redistributed"):
         _patched(core, lambda q, k, v: (q, q))(q, q, q)
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+class _Core(nn.Module):
+    """Computes attention by other means than torch's function, of q, k and v as inputs."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * SIZE**-0.5
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
 
 
 def _patched(module: nn.Module, forward: Any) -> nn.Module:
@@ -352,6 +370,7 @@ def test_styles_check_their_arguments() -> None:
         ContextParallel(head_dim=1)
     with pytest.raises(ValueError, match="name at least one of q_proj, k_proj, v_proj"):
         AsyncContextParallel()
+    assert repr(AsyncContextParallel(q_proj="q")).startswith("AsyncContextParallel(q_proj='q'")
     assert repr(ContextParallel(ulysses_degree=2)) == (
         "ContextParallel(seq_dim=1, head_dim=2, ulysses_degree=2, inner_ring_degree=None, qkv_indices=(),"
         " qkv_kwarg_names=(), load_balance=False, use_local_output=False)"

@@ -159,6 +159,11 @@ def test_a_weight_that_is_computed() -> None:
         wrap(model.up)
         with pytest.raises(NotImplementedError, match="up: the weight of .*Linear is not a parameter but computed"):
             parallelize_module(model, _mesh(), PLAN)
+        parallelize_module(model, _mesh(), {"norm": SequenceParallel()})  # left out of the plan
+        model = MLP()
+        wrap(model.up)
+        nn.utils.parametrize.remove_parametrizations(model.up, "weight")
+        parallelize_module(model, _mesh(), PLAN)
 
 
 @on_ranks(2, 4)

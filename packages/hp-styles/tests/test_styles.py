@@ -272,10 +272,17 @@ def test_what_parallelize_module_refuses():
         assert not isinstance(parallelize_module(Mlp(), mesh).up.weight, DTensor)
     with pytest.raises(ValueError, match=r"a mesh of one axis is needed.*mesh\['tp'\]"):
         parallelize_module(Mlp(), init_device_mesh(device_type(), (1, 2), ("dp", "tp")), {"up": ColwiseParallel()})
+    axes = init_device_mesh(device_type(), (1, 2), ("dp", "tp"))
+    assert isinstance(parallelize_module(Mlp(), axes["tp"], {"up": ColwiseParallel()}).up.weight, DTensor)
     with pytest.raises(NotImplementedError, match="ColwiseParallel shards Linear and Embedding modules, got LayerNorm"):
         parallelize_module(nn.LayerNorm(4), mesh, ColwiseParallel())
     with pytest.raises(NotImplementedError, match="RowwiseParallel shards Linear and Embedding modules, got GELU"):
         parallelize_module(nn.GELU(), mesh, RowwiseParallel())
+    inside = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        with pytest.raises(NotImplementedError, match="got Sequential.*; name the Linear"):
+            parallelize_module(inside, mesh, style)
+    parallelize_module(inside, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
     once = parallelize_module(Mlp(), mesh, {"up": ColwiseParallel()})
     with pytest.raises(ValueError, match="is placed .* already, this style wants .*two styles on one module"):
         parallelize_module(once, mesh, {"up": RowwiseParallel()})

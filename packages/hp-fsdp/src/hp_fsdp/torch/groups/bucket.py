@@ -162,10 +162,11 @@ class Bucket:
         self.check()
         device = self.shard.device
         if device.type == "meta":
+            place = "cpu" if self.offload is not None else self.axes.mesh.device_type
             raise RuntimeError(
                 f"fully_shard: parameter {self.parameters[0].name!r} of {self.owner} is still on the meta device. "
                 "Materialise the parameters before the first forward: hp_dtensor.init_parameters(model), or "
-                'model.to_empty(device="cpu") and an initialisation of your own'
+                f"model.to_empty(device={place!r}) and an initialisation of your own"
             )
         layout = self.layout
         self.home = device
