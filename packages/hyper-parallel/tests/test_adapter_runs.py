@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from hp_checkpoint import save
 from hp_checkpoint.extend import Ranks
 from hp_plan import ParallelPlan, build_model
 from hp_testing import on_ranks
@@ -78,6 +80,20 @@ def test_a_run_goes_on_from_its_adapter_on_another_mesh_and_is_merged(tmp_path):
     merged, adapted, base = (model.double()(tokens).logits for model in models)
     torch.testing.assert_close(merged, adapted, atol=1e-6, rtol=1e-6)
     assert (merged - base).abs().max() > 0.01
+    shards = tmp_path / "shards"
+    save({"adapter_model": own}, checkpoint_id=shards, no_dist=True, layout="shards")
+    shutil.copy(folder / "adapter_config.json", shards)
+    refused = CliRunner().invoke(checkpoints.app, ["merge", str(shards), str(tmp_path / "again")])
+    assert refused.exit_code == 1 and "has files of each rank; write them as one" in refused.output
+    command = refused.output.split("hyper-parallel checkpoint ")[1].split()
+    for each in (
+        [str(tmp_path / "joined") if word == "TARGET" else word for word in command],
+        ["merge", str(tmp_path / "joined"), str(tmp_path / "again")],
+    ):
+        assert CliRunner().invoke(checkpoints.app, each).exit_code == 0, each
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    for name, value in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert torch.equal(again[name], value)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,18 @@ def test_files_of_each_rank(run, tmp_path):
     assert (run / "joined" / "model.safetensors").read_bytes() == truth
 
 
+def test_pickles_are_converted_by_the_command_that_the_error_names(tmp_path):
+    torch = pytest.importorskip("torch")
+    file = tmp_path / "theirs" / "pytorch_model.bin"
+    file.parent.mkdir()
+    torch.save({"w": torch.ones(3)}, file)
+    said = command("inspect", file.parent, code=1)
+    named = said.split("`hyper-parallel checkpoint ")[1].split("`")[0].split()
+    assert named == ["convert", "FILE", "TARGET"]
+    command(named[0], file, tmp_path / "new")
+    assert "model: 1 tensors, 12 bytes\n  w  F32 [3]\n" in command("inspect", tmp_path / "new")
+
+
 def test_a_url_is_no_folder(run):
     for arguments in (
         ["inspect", "s3://b/c"],

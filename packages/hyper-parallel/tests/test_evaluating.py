@@ -182,7 +182,12 @@ def test_a_whole_model_is_evaluated_with_a_plan_of_an_adapter_as_its_base(tmp_pa
         OutputError, match=f"has a whole model, and the plan loads .* --set model.path={whole} in its place"
     ):
         check_parts(adapted, whole)
-    with pytest.raises(OutputError, match="has an adapter alone, and the plan has no .*checkpoint merge"):
+    with pytest.raises(OutputError, match="has an adapter alone, and the plan has no .*checkpoint merge") as refused:
         check_parts(plain, adapter)
+    command = str(refused.value).split("after hyper-parallel ")[1].split(", by")[0]
+    done = CliRunner().invoke(cli.app, command.replace("TARGET", str(tmp_path / "merged")).split())
+    assert done.exit_code == 0, done.output
+    merged = evaluate(plan_of(tmp_path, {}, 2, adapter={}, model={"path": str(tmp_path / "merged")}), None)
+    assert merged.loss == pytest.approx(evaluate(adapted, adapter).loss, rel=1e-6)
     named = plan_of(tmp_path, {}, 2, adapter={"kind": "lora", "rank": 2}, model={"path": str(whole)})
     assert evaluate(named, None).loss == pytest.approx(evaluate(plain, whole).loss, rel=1e-9)

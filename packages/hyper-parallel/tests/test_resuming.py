@@ -11,7 +11,6 @@ from small_runs import DROPOUT, EXPERTS, TABLES, losses, run
 from typer.testing import CliRunner
 
 from hp_checkpoint import save
-from hp_checkpoint.extend import to_hugging_face
 from hp_plan import ParallelPlan, lint
 from hp_platform import get_platform
 from hp_testing import on_ranks, run_ranks
@@ -47,10 +46,13 @@ def test_a_run_goes_on_from_files_of_each_rank(tmp_path, undisturbed):
     ranks = {f"{part}-rank-0000{rank}.safetensors" for part in ("model", "optimizer") for rank in (0, 1)}
     assert {path.name for path in saved.iterdir()} == {*ranks, "manifest.json", "state.json", *CONFIGS}
     (diagnostic,) = lint({"model": {**TABLES["model"], "weights": str(saved)}})
-    assert f"join the files of each rank first: hyper-parallel checkpoint convert {saved} TARGET" in str(diagnostic)
+    said, command = diagnostic.fix.split(": hyper-parallel ")
+    assert (said, command) == ("join the files of each rank first", f"checkpoint convert {saved} TARGET")
     from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-    to_hugging_face(saved, tmp_path / "model")
+    done = CliRunner().invoke(cli.app, command.replace("TARGET", str(tmp_path / "model")).split())
+    assert done.exit_code == 0, done.output
+    assert lint({"model": {**TABLES["model"], "weights": str(tmp_path / "model")}}) == ()
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "model")) is Qwen3ForCausalLM
     run_ranks(2, run, tmp_path, {"tp": 2}, 5, resume="auto")
     assert losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-5)

@@ -33,7 +33,8 @@ def merge(folder: Path, target: Path, *, base: Path, dtype: str | None) -> None:
     except ImportError as error:
         raise ImportError("merging an adapter needs peft and transformers: pip install peft transformers") from error
     if not (folder / "adapter_model.safetensors").is_file():
-        raise ValueError(f"{folder} has files of each rank; write them as one by: hyper-parallel checkpoint convert")
+        command = f"hyper-parallel checkpoint convert {folder} TARGET"
+        raise ValueError(f"{folder} has files of each rank; write them as one, and merge that: {command}")
     named = json.loads((base / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
     kind: Any = getattr(transformers, named[0], None) or transformers.AutoModelForCausalLM
     chosen = "auto" if dtype is None else getattr(torch, dtype, None)

@@ -76,7 +76,8 @@ def check_parts(plan: ParallelPlan, checkpoint: Path) -> None:
         fix = f"evaluate it by --set model.path={checkpoint} in its place: an adapter that begins adds nothing"
         raise OutputError(f"{checkpoint} has a whole model, and the plan loads an adapter ([adapter] kind); {fix}")
     if plan.adapter.kind is None and "model" not in parts and "adapter_model" in parts:
-        fix = "evaluate it with the plan that it was trained by, or what hyper-parallel checkpoint merge makes of it"
+        command = f"hyper-parallel checkpoint merge {checkpoint} TARGET"
+        fix = f"evaluate it with the plan that it was trained by, or, after {command}, by --set model.path=TARGET"
         raise OutputError(f"{checkpoint} has an adapter alone, and the plan has no [adapter] kind; {fix}")
 
 
