@@ -226,6 +226,9 @@ def test_a_plan_for_a_framework_that_is_not_installed(command, monkeypatch):
 
 def test_data_that_is_missing_or_empty(command, tmp_path):
     (tmp_path / "empty").touch()
+    (tmp_path / "right").write_bytes(b"to be or not to be" * 9)
+    out, _, status = command("lint", "--set", "data.paths=['right']")
+    assert (status, out) == (0, "plan.toml: nothing wrong was found\n")
     _, err, status = command("train", "--data", "nowhere.txt")
     assert status == 1
     assert "data.paths" in err
@@ -253,7 +256,8 @@ def test_a_folder_that_can_not_be_written(command, tmp_path):
 def test_a_vocabulary_that_has_no_room_for_bytes(command, action):
     _, err, status = command(action, plan=PLAN.replace("256", "255"))
     assert status == 1
-    assert "the model knows 255 tokens, but text as bytes has 256" in err
+    assert "the model knows 255 tokens, but text as bytes has 256" in err and "make it 256 or more" in err
+    assert command("lint", plan=PLAN)[2] == 0
 
 
 def test_a_plan_that_is_not_there(command, capsys):
@@ -295,7 +299,8 @@ def test_the_schedule_as_json(command):
 def test_a_schedule_needs_stages(command):
     out, err, status = command("schedule")
     assert (out, status) == ("", 1)
-    assert "mesh.pp" in err and "there is no pp axis, and so no pipeline" in err
+    assert "mesh.pp" in err and "there is no pp axis, and so no pipeline" in err and "make mesh.pp at least 2" in err
+    assert command("schedule", plan=STAGES)[2] == 0
 
 
 def test_one_data_option_takes_several_paths():

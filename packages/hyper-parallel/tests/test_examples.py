@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def test_a_template_that_forgets_is_refused_unless_there_is_one_answer(tmp_path)
     file = write(tmp_path / "a.jsonl", {"messages": TALK[:3]}, {"messages": TALK})
     with pytest.raises(DataError, match=r"line 2, has a message, number 2, that the chat template writes differently"):
         texts(folder, file, "messages")
+    assert len(texts(save_tokenizer(tmp_path / "marked", MARKED), file, "messages")) == 2
     ((_, parts),) = texts(folder, write(tmp_path / "b.jsonl", {"messages": TALK[:3]}), "messages")
     assert parts == ["<think></think>good \u00e9 day<|im_end|>\n"]
 
@@ -92,6 +94,10 @@ def test_a_token_across_the_border_is_refused(tmp_path):
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(DataError, match="has a token, 'ab', of which only a part was said by the assistant"):
         texts(folder, write(tmp_path / "a.jsonl", row), "messages")
+    parted = save_tokenizer(tmp_path / "parted", "{% for m in messages %}{{ m['content'] }}{{ '\\n' }}{% endfor %}")
+    whole.save(str(parted / "tokenizer.json"))
+    ((_, parts),) = texts(parted, tmp_path / "a.jsonl", "messages")
+    assert parts == ["b\n"]
 
 
 def test_prompts_with_completions_as_text_and_as_messages(folder, tmp_path):
@@ -137,6 +143,15 @@ def test_rows_that_are_refused(folder, tmp_path, format, row, message):
     with pytest.raises(DataError) as caught:
         texts(folder, write(tmp_path / "a.jsonl", row), format)
     assert message in str(caught.value)
+    mended = {
+        "messages": {"messages": TALK[:3]},
+        "prompt-completion": {"prompt": "a", "completion": "b"},
+        "preference": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    }
+    named = caught.value.fix.removeprefix("write format = '").removesuffix("'")
+    assert texts(folder, write(tmp_path / "b.jsonl", mended[format]), format)
+    if named in mended:
+        assert texts(folder, tmp_path / "a.jsonl", named)
 
 
 def test_messages_need_a_template(tmp_path):
@@ -148,6 +163,10 @@ def test_messages_need_a_template(tmp_path):
         list(Examples("messages", Bytes()).read(file))
     with pytest.raises(DataError, match="is text, which has no rows; give files that have: .jsonl, .parquet, .arrow"):
         list(Examples("messages", Bytes()).read(tmp_path / "a.txt"))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    assert texts(folder, file, "messages")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    assert texts(save_tokenizer(tmp_path / "plain", None), tmp_path / "b.jsonl", "prompt-completion")
 
 
 def test_parquet_has_keys_that_a_message_lacks(folder, tmp_path):
@@ -174,8 +193,10 @@ def test_files_have_masks_and_say_their_format(folder, tmp_path):
     assert is_prepared(rows, tmp_path / "out", tokenizer, format="prompt-completion")
     assert not is_prepared(rows, tmp_path / "out", tokenizer)
     section = DataSection(paths=(path,), sequence_length=8, batch_size=1)
-    with pytest.raises(DataError, match="was prepared as 'prompt-completion', but data.format is 'text'"):
+    with pytest.raises(DataError, match="was prepared as 'prompt-completion', but data.format is 'text'") as caught:
         check_data(section)
+    assert caught.value.fix == "write format = 'prompt-completion', or prepare the data again"
+    check_data(dataclasses.replace(section, format="prompt-completion"))
     (tmp_path / "out.mask").write_bytes(b"\1")
     with pytest.raises(DataError, match="out.mask has 1 bytes, but out.bin has 14 tokens"):
         TokenFile(path)
@@ -210,8 +231,10 @@ def test_long_examples_are_left_out_or_refused():
     assert (len(cut := Cut(Numbered(3, 5, 2, 2), 3, "drop", together=2)), cut.dropped) == (2, 2), "with its pair"
     with pytest.raises(DataError, match="example 1 has 5 tokens, and a sample takes 3; make data.sequence_length 5"):
         Cut(Numbered(3, 5, 2), 3, "refuse")
+    assert len(Cut(Numbered(3, 5, 2), 5, "refuse")) == 3 and len(Cut(Numbered(3, 5, 2), 3, "right")) == 3
     with pytest.raises(DataError, match="no example has a token to train in 3 tokens"):
         Cut(Numbered(5, 5), 3, "drop")
+    assert len(Cut(Numbered(5, 5), 5, "drop")) == 2
 
 
 def test_a_row_has_one_example_with_the_answers_labels():
