@@ -14,9 +14,12 @@ from typer.testing import CliRunner
 
 from hp_checkpoint import save
 from hp_checkpoint.extend import Ranks
-from hp_plan import ParallelPlan, build_model
+from hp_plan import ParallelPlan, build_model, lint
+from hp_plan.extend import override
 from hp_testing import on_ranks
 from hyper_parallel.commands import checkpoints
+from hyper_parallel.data import DataError
+from hyper_parallel.training.data_order import check_resume
 from hyper_parallel.worker import train
 
 pytestmark = pytest.mark.framework("torch")  # adapters are peft's
@@ -71,6 +74,13 @@ def test_a_run_goes_on_from_its_adapter_on_another_mesh_and_is_merged(tmp_path):
         torch.testing.assert_close(value, other[name], atol=1e-9, rtol=1e-9)
     states = json.loads((folder / "manifest.json").read_text())["parts"]["optimizer"]
     assert all("lora_" in name for name in states), "of the adapter alone"
+    tables = plan_of(tmp_path, {}, 4).to_dict()
+    other = ParallelPlan.from_dict({**tables, "run": {**tables["run"], "seed": 5}})
+    with pytest.raises(DataError) as refused:
+        check_resume(other, tmp_path / "parts")
+    way = str(refused.value).split("elsewhere with --set ")[1]
+    assert way == f"adapter.weights={folder}"
+    assert lint(override(other.to_dict(), [way])) == ()
     result = CliRunner().invoke(checkpoints.app, ["merge", str(tmp_path / "parts"), str(tmp_path / "merged")])
     assert result.exit_code == 0, result.output
     tokens = torch.arange(12)[None]

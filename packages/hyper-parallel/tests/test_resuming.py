@@ -146,6 +146,14 @@ def test_a_checkpoint_from_before_orders_were_chosen_has_a_random_one(tmp_path):
     assert next_sample(order(plan, ()), saved, tmp_path) == 8
     with pytest.raises(DataError, match=r"numbered anew: data\.shuffle was True and is False"):
         next_sample(order(ParallelPlan.from_dict({"data": {"shuffle": False}}), ()), saved, tmp_path)
+def test_a_run_with_other_data_begins_elsewhere_by_the_option_that_is_named(tmp_path, begun):
+    (place,) = (begun / "run" / "checkpoints").glob("step-00000003")
+    with pytest.raises(DataError) as refused:
+        check_resume(ParallelPlan.from_dict({**TABLES, "run": {"seed": 5}}), begun / "run")
+    option, value = str(refused.value).split("elsewhere with ")[1].split()
+    assert (option, value) == ("--weights", str(place))
+    assert lint({"model": {**TABLES["model"], "weights": value}}) == ()
+    run_ranks(1, run, tmp_path, {}, 1, {**TABLES["model"], "weights": value})
 
 
 def refused(folder):

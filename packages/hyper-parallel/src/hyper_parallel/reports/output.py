@@ -76,6 +76,16 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
+def weights_option(checkpoint: Path) -> str:
+    """Return the option of `train` by which another run begins with the weights of a checkpoint.
+
+    Args:
+        checkpoint: its folder, which has a model or an adapter.
+    """
+    adapter = any(checkpoint.glob("adapter_model*.safetensors"))
+    return f"--set adapter.weights={checkpoint}" if adapter else f"--weights {checkpoint}"
+
+
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Keep other runs out of a run's folder.

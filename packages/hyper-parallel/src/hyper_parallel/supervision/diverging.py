@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+
+from hyper_parallel.reports.output import weights_option
 
 
 class DivergedError(RuntimeError):
@@ -28,5 +31,5 @@ def check_finite(step: int, loss: float, norm: float, *, saved: str | None) -> N
     kept = "there is no checkpoint yet" if saved is None else f"the newest checkpoint is {saved}"
     fix = "start again with a smaller optimizer.lr, with run.grad_clip or with schedule.warmup_steps"
     if saved is not None:
-        fix += f", from its weights by --weights {saved}"
+        fix += f", from its weights by {weights_option(Path(saved))}"
     raise DivergedError(f"{what}, so the weights after it are worth nothing and are not saved; {kept}; {fix}")

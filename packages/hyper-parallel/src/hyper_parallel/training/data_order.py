@@ -11,7 +11,7 @@ from hp_checkpoint.extend import open_checkpoint, read_values, steps_in
 from hp_plan import ParallelPlan
 from hyper_parallel.data import Content, DataError, contents
 from hyper_parallel.data.tokenization.tokenized import token_files
-from hyper_parallel.reports.output import CHECKPOINTS
+from hyper_parallel.reports.output import CHECKPOINTS, weights_option
 
 _DIGEST = "digest of the data"
 _BEFORE = {"data.shuffle": True}  # of checkpoints that were written before a plan could say so
@@ -48,7 +48,7 @@ def next_sample(own: Mapping[str, Any], saved: Any, folder: Path, *, new_data: b
         DataError: samples are numbered anew and may not be, or the checkpoint has no position.
     """
     if not isinstance(saved, Mapping) or "sample" not in saved:
-        fix = f"go on in a folder of checkpoints of `train`, or start a run with --weights {folder}"
+        fix = f"go on in a folder of checkpoints of `train`, or start a run with {weights_option(folder)}"
         raise DataError(f"{folder} has no position in the data, so no run can go on from it", fix)
     saved = {**_BEFORE, **saved}
     changed = [name for name in own if saved.get(name) != own[name]]
@@ -57,7 +57,7 @@ def next_sample(own: Mapping[str, Any], saved: Any, folder: Path, *, new_data: b
         message = f"{folder} can't go on with its data, whose samples are numbered anew: {texts}"
         fix = (
             "set it back, go on at the first sample with the optimizer's states by --resume new-data, or start a run"
-            f" elsewhere with --weights {folder}"
+            f" elsewhere with {weights_option(folder)}"
         )
         raise DataError(message, fix)
     return 0 if changed else int(saved["sample"])
