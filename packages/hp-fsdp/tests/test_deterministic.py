@@ -158,6 +158,10 @@ def test_gradients_that_were_not_dropped():
         loss_of(model(batch()[1])).backward()
     model.zero_grad(set_to_none=False)
     loss_of(model(batch()[1])).backward()
+    model.zero_grad()
+    for last in (False, True):  # two micro-batches of a step
+        model.set_requires_gradient_sync(last)
+        loss_of(model(batch()[1])).backward()
 
 
 @on_ranks(2)

@@ -142,6 +142,7 @@ def test_the_command(tmp_path, monkeypatch):
     assert f"{tmp_path} is no checkpoint of a run: name a run's folder" in command(str(tmp_path), code=1)
     assert "nowhere" in command("--data", "nowhere", code=1)
     assert "set mesh.pp=1" in command("--nproc", "2", "--set", "mesh.pp=2", code=1)
+    assert "the weights of the plan: loss" in command("--set", "mesh.pp=2", "--set", "mesh.pp=1")
 
 
 def test_prompts_are_asked_as_the_data_has_them(tmp_path):

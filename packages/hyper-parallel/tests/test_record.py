@@ -19,6 +19,7 @@ from hyper_parallel.reports import sinks
 from hyper_parallel.reports.output import OutputError, prepare_folder
 from hyper_parallel.reports.run_metadata import begin, git_state
 from hyper_parallel.reports.sinks import open_sinks
+from hyper_parallel.training.checking import check_run
 
 PLAN = ParallelPlan.from_dict({"data": {"paths": ["text"]}, "metrics": {"sinks": ["tensorboard"]}})
 CONTENTS = (Content("", 400, None, "1234"),)
@@ -110,6 +111,11 @@ def test_a_sink_whose_library_is_missing_is_refused_before_the_launch(tmp_path, 
     os.environ.update(environment)
     assert result.exit_code == 1
     assert "metrics.sinks" in result.output and "pip install 'hyper-parallel[wandb]'" in result.output
+    (found,) = check_run(ParallelPlan.from_toml(plan))
+    assert found.fix == "pip install 'hyper-parallel[wandb]', or leave it out"
+    assert check_run(ParallelPlan.from_dict({})) == []
+    monkeypatch.setattr(sinks, "LIBRARIES", {"wandb": "json"})  # installed
+    assert check_run(ParallelPlan.from_toml(plan)) == []
 
 
 @pytest.mark.parametrize(
