@@ -146,6 +146,8 @@ def test_a_checkpoint_from_before_orders_were_chosen_has_a_random_one(tmp_path):
     assert next_sample(order(plan, ()), saved, tmp_path) == 8
     with pytest.raises(DataError, match=r"numbered anew: data\.shuffle was True and is False"):
         next_sample(order(ParallelPlan.from_dict({"data": {"shuffle": False}}), ()), saved, tmp_path)
+
+
 def test_a_run_with_other_data_begins_elsewhere_by_the_option_that_is_named(tmp_path, begun):
     (place,) = (begun / "run" / "checkpoints").glob("step-00000003")
     with pytest.raises(DataError) as refused:
