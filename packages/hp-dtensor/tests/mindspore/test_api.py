@@ -107,7 +107,7 @@ def test_local_map_of_uneven_shards():
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(Tensor(X), mesh, [Shard(0)])
     for function in (
-        hp_dtensor.functions.local_map(lambda t: t * 2, [Shard(0)]),
+        hp_dtensor.local_map(lambda t: t * 2, [Shard(0)]),
         custom_shard(lambda t: t * 2, mesh, [Shard(0)]),
     ):
         result = function(x)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from hp_pipeline.stages.operations import Operations
 from hp_pipeline.stages.partition import Unit
-from hp_pipeline.stages.split import Operations
 
 
 def count_operations(model: nn.Module, config: Any) -> Operations:
