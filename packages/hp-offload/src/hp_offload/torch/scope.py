@@ -56,11 +56,6 @@ class Scope:
         return None if tagged is None or tagged[0].expired() else tagged[1].pack(tensor)
 
 
-def current_scope() -> Scope | None:
-    """Return the innermost checkpoint or swap that runs, None outside of all and in an excluded module."""
-    return _local.scope
-
-
 @contextlib.contextmanager
 def running(scope: Scope | None, *, again: bool = False) -> Iterator[None]:
     """Run a function in a scope; None while an excluded module runs."""

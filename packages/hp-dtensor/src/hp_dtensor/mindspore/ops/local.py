@@ -60,10 +60,6 @@ def norm_arguments(call: Call) -> dict[str, Any]:
     return {"normalized_shape": call.bound["normalized_shape"]}
 
 
-def rms_norm_arguments(call: Call) -> dict[str, Any]:
-    return {"normalized_shape": call.tensors[1]._spec.shape}  # type: ignore[union-attr]
-
-
 def channel_arguments(call: Call) -> dict[str, Any]:
     """``BiasAdd``: the dim that the bias is along, the last where the format names channels last."""
     last_format = call.bound["data_format"] in ("NHWC", 1)
