@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hp_dtensor import DeviceMesh, get_current_mesh
-from hp_dtensor.extend import matches, matching
+from hp_dtensor.extend import check_member, matches, matching
 from hp_styles import port
 from hp_styles.base import ParallelStyle, applying
 from hp_styles.checks import check_mesh
@@ -55,11 +55,7 @@ def parallelize_module(
     """
     mesh = device_mesh if device_mesh is not None else get_current_mesh()
     check_mesh(mesh, "parallelize_module")
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"parallelize_module: rank {mesh.get_rank()} is not in {mesh}; call it on the ranks of the mesh alone, or"
-            " make a mesh of all ranks"
-        )
+    check_member(mesh, "parallelize_module")
     if parallelize_plan is None:
         warnings.warn(
             "parallelize_module: there is no parallelize_plan, so the module is unchanged; pass a style or"

@@ -168,6 +168,20 @@ def split_axis(axis: AxisLayout, sizes: Sequence[int]) -> list[AxisLayout] | Non
     return axes if all(size == 1 for size, _ in rest) else None
 
 
+def check_member(mesh: DeviceMesh, what: str) -> None:
+    """Refuse a rank that is not in the mesh.
+
+    Args:
+        mesh: the mesh.
+        what: function that is called there, for the error.
+    """
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{what}: rank {mesh.get_rank()} is not in {mesh}; call it on the ranks of the mesh alone, or"
+            " make a mesh of all ranks"
+        )
+
+
 # ---- sub-meshes ----
 def join(mesh: DeviceMesh, names: Sequence[str], located: Sequence[tuple[DeviceMesh, int]]) -> DeviceMesh:
     """Return the mesh of these axes of sub-meshes of ``mesh``'s root."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hp_dtensor import DeviceMesh, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.extend import TensorSpec, axes_overlap, axes_within, slice_of
+from hp_dtensor.extend import TensorSpec, axes_overlap, axes_within, check_member, slice_of
 from hp_platform import get_platform
 from hp_platform.extend import when_groups_end
 
@@ -156,11 +156,7 @@ class DataAxes(_Grouped):
                 f"{mesh.mesh_dim_names or mesh.shape}. Slice the axes of data parallelism from it, such as "
                 'mesh["dp_replicate", "dp_shard"]'
             )
-        if mesh.get_coordinate() is None:
-            raise ValueError(
-                f"fully_shard: rank {mesh.get_rank()} is not in {mesh}; call it on the ranks of the mesh alone, or"
-                " make a mesh of all ranks"
-            )
+        check_member(mesh, "fully_shard")
         shard = mesh.ndim - 1
         if mesh.group_order(shard) is not None:
             raise ValueError(
