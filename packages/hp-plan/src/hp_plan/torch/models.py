@@ -60,10 +60,11 @@ def outline(model: nn.Module) -> ModelOutline:
     model = base(model)
     prefix = getattr(model, "base_model_prefix", "")
     modules = dict(model.named_modules())
-    names = [*modules, *(name for name, _ in model.named_parameters())]
+    parameters = tuple(name for name, _ in model.named_parameters())
+    names = [*modules, *parameters]
     return ModelOutline(
         modules={name: _outline(styles_modules.base_layer(module)) for name, module in modules.items()},
-        parameters=tuple(name for name, _ in model.named_parameters()),
+        parameters=parameters,
         elements=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         tied=_tied_names(model),
