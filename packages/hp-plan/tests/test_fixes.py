@@ -622,6 +622,16 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("write format = 'preference' in [data]", {"objective": {"kind": "dpo"}}, ["data.format=preference"]),
     ("leave it out", {"objective": {"kind": "dpo"}, "data": {**PAIRS, "packing": True}}, ["-data.packing"]),
     (
+        "leave it out, or leave data.packing out",
+        {"data": {**BASE["data"], "packing": True, "shuffle": False}},
+        ["-data.shuffle", "-data.packing"],
+    ),
+    (
+        "leave it out, or leave data.weights out",
+        {"data": {**BASE["data"], "paths": ["a.bin", "b.bin"], "weights": [1.0, 2.0], "shuffle": False}},
+        ["-data.shuffle", "-data.weights"],
+    ),
+    (
         "leave it out",
         {"objective": {"kind": "dpo", "loss": "ipo", "label_smoothing": 0.1}, "data": PAIRS},
         ["-objective.label_smoothing"],
