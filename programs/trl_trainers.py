@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -38,11 +38,13 @@ else:
     folder = Path(tempfile.mkdtemp())
 
 
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+
+
 def planned_model():
     set_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
-    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes, **special))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
     return model if ALONE else apply(model, ParallelPlan.from_dict({"mesh": {"dp_shard": 2}}))
 
 
@@ -105,12 +107,19 @@ grpo = GRPOTrainer(
 )
 adapted = DPOTrainer(
     planned_model(),
-    args=DPOConfig(**{**options("adapted"), "save_strategy": "no"}),  # which peft would write on one rank
+    args=DPOConfig(**options("adapted")),
     train_dataset=Dataset.from_dict(pairs),
     processing_class=tokenizer,
     peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
 )
 adapted.train()
+adapted.save_model(str(folder / "adapted" / "end"))
+state = adapted.model.state_dict()
+weights = {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in state.items()}
+set_seed(0)
+loaded = PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**SIZES)), folder / "adapted" / "end").state_dict()
+assert loaded.keys() == weights.keys() and all(torch.equal(loaded[key], weights[key]) for key in loaded)
+assert (folder / "adapted" / "checkpoint-2" / "adapter_model.safetensors").exists()
 losses = [entry["loss"] for entry in adapted.state.log_history if "loss" in entry]
 assert losses[-1] < losses[0], losses
 for loss in losses:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hp_dtensor import DTensor
 from hp_fsdp import full_state_dict, fully_shard
 from hp_plan import ParallelPlan, apply
 from hp_testing import on_ranks
@@ -176,6 +179,21 @@ def test_a_trainer_saves_a_planned_model_from_all_ranks(tmp_path: Path):
     saved(tmp_path / "end", full_state_dict(model, cpu=True))
     between = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2", dtype=torch.float64).state_dict()
     assert not torch.equal(between["lm_head.weight"], llama().state_dict()["lm_head.weight"])
+    with launched(), warnings.catch_warnings():  # and an adapter that joins the planned model, in peft's own format
+        # peft 0.21 reads a name that transformers 5.23 calls deprecated
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        adapted: Any = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        arguments = TrainingArguments(str(tmp_path / "lora"), use_cpu=True, dataloader_pin_memory=False, **settings)
+        Trainer(adapted, arguments, train_dataset=tokens).train()
+        loaded = PeftModel.from_pretrained(llama(), str(tmp_path / "lora" / "checkpoint-3"))
+    state = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in adapted.state_dict().items()
+    }
+    expected = get_peft_model_state_dict(adapted, state)
+    found = get_peft_model_state_dict(loaded)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert all(value.any() for value in found.values())
 
 
 @on_ranks(2, timeout=120.0)

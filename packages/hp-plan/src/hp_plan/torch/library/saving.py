@@ -37,8 +37,9 @@ def save_whole(model: nn.Module) -> None:
             original(save_directory, *args, state_dict=state, **options)
             return
         _meet(type(model).__name__)
-        whole = _gathered(model.state_dict() if state is None else state)
-        if get_platform().groups.rank() == 0:
+        writes = get_platform().groups.rank() == 0
+        whole = _gathered(model.state_dict() if state is None else state, keep=writes)
+        if writes:
             original(save_directory, *args, state_dict=whole, **options)
         done = torch.zeros(1, device=get_platform().devices.current_device())
         get_platform().collectives.all_reduce(done, "sum", group=_everyone())  # Others may read what was written.
@@ -59,6 +60,10 @@ def _save_on_all_ranks_of_trainers() -> None:
 
     @functools.wraps(original)
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if "save_pretrained" not in vars(self.model) and any(
+            "save_pretrained" in vars(module) for module in self.model.modules()
+        ):
+            save_whole(self.model)  # an adapter around a planned model
         if state_dict is None and "save_pretrained" in vars(self.model) and not self.args.should_save:
             self.model.save_pretrained(self.args.output_dir if output_dir is None else output_dir)
         else:
@@ -105,12 +110,16 @@ def _everyone() -> Any:
     return groups.new_group(range(groups.size()))
 
 
-def _gathered(state: dict[str, Any]) -> dict[str, Any]:
-    """Gather the DTensors of a state; a tensor under several names stays one tensor, as savers expect."""
+def _gathered(state: dict[str, Any], keep: bool) -> dict[str, Any]:
+    """Gather the DTensors of a state; a tensor under several names stays one tensor, as savers expect.
+
+    A rank that doesn't keep them frees each at once: the hosts' memory holds one copy, not one for each rank.
+    """
     full: dict[int, torch.Tensor] = {}
     for value in state.values():
         if isinstance(value, DTensor) and _identity(value) not in full:
-            full[_identity(value)] = value.full_tensor().detach().cpu().clone()
+            whole = value.full_tensor().detach()
+            full[_identity(value)] = whole.cpu().clone() if keep else whole.new_empty(0)
     return {name: full[_identity(value)] if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
