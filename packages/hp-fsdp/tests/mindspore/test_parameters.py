@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mindspore
 import mindspore.mint.nn.functional as F
 import numpy as np
@@ -107,6 +109,27 @@ def test_frozen(frozen: list[str]):
     inputs = mindspore.grad(lambda x: loss_of(model(x)), 0)(own)
     expected = mindspore.grad(lambda x: loss_of(reference(x)), 0)(own)
     close(inputs.asnumpy(), expected.asnumpy(), "gradient of the input")
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+def test_parameters_frozen_for_a_forward_between_another_and_its_backward(options):
+    def step(cell: nn.Cell, x: Tensor) -> Any:
+        output = cell(x)
+        for parameter in frozen[cell]:
+            parameter.requires_grad = False
+        other = cell(x)
+        for parameter in frozen[cell]:
+            parameter.requires_grad = True
+        return loss_of(output - other / 2)
+
+    reference, model = pair(**options)
+    frozen = {cell: list(cell.trainable_params()) for cell in (reference, model)}
+    everything, own = batch()
+    for _ in range(2):
+        _, expected = differentiated(reference, lambda x: step(reference, x), dtensors=False)(everything)
+        _, gradients = differentiated(model, lambda x: step(model, x))(own)
+        same_gradients(model, gradients, reference, expected)
 
 
 @on_ranks(1)
