@@ -580,7 +580,17 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
     # adapters
     ('write kind = "lora", or leave [adapter] out', {"adapter": {"rank": 4}}, ["adapter.kind=lora", "-adapter"]),
     ('write targets = ["all-linear"]', {"adapter": {**LORA, "targets": []}}, ["adapter.targets=['all-linear']"]),
+    (
+        'write targets = ["all-linear"]',
+        {"adapter": {**LORA, "targets": ["all-linear", "q_proj"]}},
+        ["adapter.targets=['all-linear']"],
+    ),
     ("did you mean 'q_proj'", {"adapter": {**LORA, "targets": ["q_prj"]}}, ["adapter.targets=['q_proj']"]),
+    (
+        "choose from model, embed_tokens",
+        {"adapter": {**LORA, "modules": ["rotary_emb"]}},
+        ["adapter.modules=['lm_head']"],
+    ),
     (
         "leave it out, or [adapter]",
         {"model": {**BASE["model"], "freeze": ["lm_head"]}, "adapter": LORA},

@@ -229,8 +229,18 @@ def test_an_adapters_configuration_is_pefts_own(folder: Path):
     ("tables", "key", "message", "fix"),
     [
         ({"adapter": {"rank": 4}}, "adapter", "rank would have no effect: there is no adapter", 'write kind = "lora"'),
-        ({"adapter": {**LORA, "targets": ["q_prj"]}}, "adapter.targets[0]", "'q_prj' matches no module", "'q_proj'"),
-        ({"adapter": {**LORA, "modules": ["head"]}}, "adapter.modules[0]", "'head' matches no module", "'lm_head'"),
+        (
+            {"adapter": {**LORA, "targets": ["q_prj"]}},
+            "adapter.targets[0]",
+            "'q_prj' matches no Linear module",
+            "'q_proj'",
+        ),
+        (
+            {"adapter": {**LORA, "modules": ["head"]}},
+            "adapter.modules[0]",
+            "'head' matches no module with parameters",
+            "'lm_head'",
+        ),
         (
             {"adapter": LORA, "model": {**BASE, "freeze": ["lm_head"]}},
             *("model.freeze", "the adapter is trained in place of all", "leave it out, or [adapter]"),

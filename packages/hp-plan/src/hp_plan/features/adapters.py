@@ -14,6 +14,9 @@ from hp_platform import get_platform
 ADAPTER = "default"
 """The name under which peft keeps a plan's adapter."""
 
+ALL_LINEAR = "all-linear"
+"""The target that stands for all Linear modules but the head, as in peft."""
+
 _WRAPPED = ("base_layer", "original_module")  # parts of names that peft puts in, of what it leaves as it was
 _COPIES = "modules_to_save"
 
@@ -89,7 +92,10 @@ def check_adapter(plan: ParallelPlan) -> list[Diagnostic]:
         diagnostics.append(Diagnostic("adapter.kind", message, "leave [adapter] out, or train on PyTorch"))
     if not section.targets:
         message = "got no target, so no module has an adapter"
-        diagnostics.append(Diagnostic("adapter.targets", message, 'write targets = ["all-linear"]'))
+        diagnostics.append(Diagnostic("adapter.targets", message, f'write targets = ["{ALL_LINEAR}"]'))
+    if ALL_LINEAR in section.targets and len(section.targets) > 1:
+        message = f"{ALL_LINEAR!r} is all of them, and stands alone"
+        diagnostics.append(Diagnostic("adapter.targets", message, f'write targets = ["{ALL_LINEAR}"]'))
     if plan.model.freeze:
         message = "the adapter is trained in place of all of the model's weights"
         diagnostics.append(Diagnostic("model.freeze", message, "leave it out, or [adapter]"))

@@ -26,14 +26,13 @@ import torch
 from torch import nn
 
 from hp_dtensor import implicit_replication
-from hp_plan.features.adapters import ADAPTER, check_frozen, frozen, is_of_adapter, saved_name
+from hp_plan.features.adapters import ADAPTER, ALL_LINEAR, check_frozen, frozen, is_of_adapter, saved_name
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.sections import AdapterSection
 from hp_plan.structure.outline import matches_nothing, matching
 
 _FILE = "adapter_model.safetensors"
-_ALL = "all-linear"
 
 
 def without_adapter(plan: ParallelPlan) -> ParallelPlan:
@@ -68,9 +67,11 @@ def add_adapter(model: nn.Module, plan: ParallelPlan, dtype: torch.dtype) -> Non
     """
     peft, section = _peft(), plan.adapter
     linear = [name for name, each in model.named_modules() if isinstance(each, _linear_kinds())]
-    targets: Any = _ALL if section.targets == (_ALL,) else _named(section.targets, linear, "adapter.targets")
-    every = [name for name, _ in model.named_modules() if name]
-    whole = _named(section.modules, every, "adapter.modules")
+    targets: Any = ALL_LINEAR
+    if section.targets != (ALL_LINEAR,):
+        targets = _named(section.targets, linear, "adapter.targets", "Linear module")
+    trainable = [name for name, each in model.named_modules() if name and any(True for _ in each.parameters())]
+    whole = _named(section.modules, trainable, "adapter.modules", "module with parameters")
     config = peft.LoraConfig(
         base_model_name_or_path=plan.model.path,
         r=section.rank,
@@ -136,7 +137,7 @@ def _task(model: nn.Module) -> str | None:
     return "SEQ_2_SEQ_LM" if name.endswith("ForConditionalGeneration") and hasattr(model, "encoder") else None
 
 
-def _named(patterns: Iterable[str], names: list[str], key: str) -> list[str]:
+def _named(patterns: Iterable[str], names: list[str], key: str, what: str) -> list[str]:
     """Return names as peft takes them: ends of names as they are, and whole names for patterns.
 
     Raises:
@@ -147,8 +148,8 @@ def _named(patterns: Iterable[str], names: list[str], key: str) -> list[str]:
         ends = [name for name in names if name == pattern or name.endswith(f".{pattern}")]
         own = [pattern] if ends else matching(pattern, names)
         if not own:
-            tails = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            faults.append(matches_nothing(f"{key}[{number}]", pattern, [*tails, *names]))
+            ends = [end for end in dict.fromkeys(name.rpartition(".")[2] for name in names) if not end.isdigit()]
+            faults.append(matches_nothing(f"{key}[{number}]", pattern, [*ends, *names], what=what))
         found += own
     if faults:
         raise PlanError(faults)
