@@ -1,4 +1,4 @@
-"""Count the source: lines and files by package and wing, import circles, imports of other packages' internals.
+"""Count the source: lines and files by package and wing, import circles, and contracts that no tool sees.
 
 It also finds closures that call themselves: Note [No closure calls itself] in `hp_platform.values.nested`.
 
@@ -6,13 +6,16 @@ It also finds closures that call themselves: Note [No closure calls itself] in `
     python docs/structure.py REVISION   a commit, tag or branch
     python docs/structure.py --check    fail where the working tree has a circle, imports another package's internals,
                                         has a closure that calls itself, or a helper of tests that no test finds
-    python docs/structure.py --cold     files that a first `x @ w` of DTensors passes, a second, and its backward
 
 A wing is `neutral`, `torch` or `mindspore`, by the folder a module is in. Code is what is left of the lines without
 docstrings, comments and blank ones. An import counts wherever it stands, in a function too, but not under
 `TYPE_CHECKING`. A circle is a strongly connected set of two or more modules of one package. An import of internals
 goes to a module of another package that is neither the package itself, nor a role of the platform, nor an `extend`
 that declares what other packages of this repository may use: `<package>.extend`, `<package>.torch.extend` and so on.
+
+A contract that no tool sees is a private attribute that only classes of another package have, a look at the callers'
+frames outside of debuggers and of `compat` folders, which hold what depends on another library's code, or the text of
+an error of this repository that is taken apart.
 """
 
 from __future__ import annotations
@@ -30,8 +33,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType
 
 ROOT = Path(__file__).resolve().parents[1]
 WINGS = ("neutral", "torch", "mindspore")
@@ -39,6 +41,11 @@ ROLES = frozenset(
     f"hp_platform.{role}" for role in "collectives devices frames fused groups random torch.grouped torch.heavy".split()
 )
 """Modules that are public by themselves."""
+OF_FRAMEWORKS = frozenset(
+    "_version _parameters _buffers _modules _params _requires_grad _ops _call _save _world _base".split()
+)
+"""Private names of PyTorch's, MindSpore's and transformers' objects that a class of this repository has too."""
+_PARSING = ("partition", "rpartition", "removeprefix", "removesuffix")
 
 
 @dataclass
@@ -56,6 +63,16 @@ class Module:
     """Imports inside functions, of modules of this repository."""
     held: list[str] = field(default_factory=list)
     """Closures that call themselves, or each other, each with its line."""
+    typed: set[str] = field(default_factory=set)
+    """Modules that it imports for type checkers too."""
+    private: list[tuple[str, int]] = field(default_factory=list)
+    """Private attributes of other objects than `self` and `cls`, each with its line."""
+    members: set[str] = field(default_factory=set)
+    """Names that its classes define."""
+    looks: list[int] = field(default_factory=list)
+    """Lines that look at the frames of callers."""
+    parses: list[int] = field(default_factory=list)
+    """Lines that take the text of an error apart."""
 
 
 def main() -> None:
@@ -63,11 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", help="default: the working tree")
     parser.add_argument("--check", action="store_true", help="print what is refused alone; the status tells of any")
-    parser.add_argument("--cold", action="store_true", help="needs torch, and the packages' src folders on PYTHONPATH")
     options = parser.parse_args()
-    if options.cold:
-        print("\n".join(passed()))
-        return
     revision = options.revision
     if options.check:
         errors = [*complaints(read(ROOT)), *unfound_helpers(ROOT)]
@@ -82,39 +95,6 @@ def main() -> None:
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
             tar.extractall(folder, filter="data")
         print("\n".join(tables(read(Path(folder)))))
-
-
-def passed() -> Iterator[str]:
-    """Count the source files whose functions run in `x @ w`, where one operand is gathered, of a mesh of two ranks."""
-    import torch  # noqa: TID251
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: TID251
-
-    import hp_dtensor
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = hp_dtensor.init_device_mesh("cpu", (2,))
-    x, w = (
-        hp_dtensor.distribute_tensor(torch.ones(64, 64), mesh, [hp_dtensor.Shard(dim)]).requires_grad_()
-        for dim in (0, 1)
-    )
-    files: set[str] = set()
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and "src" in path.parts and "packages" in path.parts:
-            files.add("/".join(path.parts[path.parts.index("src") + 1 :]))
-
-    results: list[Any] = []
-    for name in ("first", "second", "backward"):
-        gradient = torch.ones_like(results[-1]) if name == "backward" else None
-        files.clear()
-        sys.setprofile(note)
-        try:
-            results.append(x @ w if gradient is None else results[-1].backward(gradient))
-        finally:
-            sys.setprofile(None)
-        yield f"{name}: {len(files)} files"
-        yield from (f"    {file}" for file in sorted(files))
 
 
 def read(root: Path) -> dict[str, Module]:
@@ -136,26 +116,57 @@ def _module(name: str, path: Path, is_package: bool, known: object) -> Module:
     module = Module(name, parts[0], wing, text.count("\n"), _code_lines(text, tree))
     module.held = list(_holding_themselves(compile(text, str(path), "exec", dont_inherit=True)))
     here = name if is_package else name.rpartition(".")[0]
-    for node, inside in _imports(tree):
+    for node, inside, runs in _imports(tree):
         for target in _targets(node, here):
             if (found := _longest(target, known)) and found != name:
-                module.imports.add(found)
-                module.late += inside
+                module.typed.add(found)
+                if runs:
+                    module.imports.add(found)
+                    module.late += inside
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            module.members.update(_members(node))
+        elif isinstance(node, ast.Attribute):
+            of_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if node.attr in ("_getframe", "f_back", "currentframe", "walk_stack", "extract_stack"):
+                module.looks.append(node.lineno)
+            elif node.attr.startswith("_") and not node.attr.startswith("__") and not of_own:
+                module.private.append((node.attr, node.lineno))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PARSING:
+            texts = [each for each in ast.walk(node.func) if isinstance(each, ast.Call)]
+            if any(ast.unparse(each) in ("str(error)", "str(e)", "str(exception)") for each in texts):
+                module.parses.append(node.lineno)
     return module
 
 
-def _imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    """Walk the imports that run, with whether each is inside a function."""
-    pending: list[tuple[ast.AST, bool]] = [(tree, False)]
+def _members(node: ast.ClassDef) -> Iterator[str]:
+    """List the names that a class defines: methods, attributes of the class, and those that methods set on `self`."""
+    for each in node.body:
+        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield each.name
+        elif isinstance(each, (ast.Assign, ast.AnnAssign)):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+            if each.value is not None and any(isinstance(t, ast.Name) and t.id == "__slots__" for t in targets):
+                yield from (str(c.value) for c in ast.walk(each.value) if isinstance(c, ast.Constant))
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self":
+            yield each.attr
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    """Walk the imports, with whether each is inside a function, and whether it runs: not under `TYPE_CHECKING`."""
+    pending: list[tuple[ast.AST, bool, bool]] = [(tree, False, True)]
     while pending:
-        node, inside = pending.pop()
+        node, inside, runs = pending.pop()
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield node, inside
+            yield node, inside, runs
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            pending.extend((child, inside) for child in node.orelse)
+            pending.extend((child, inside, runs) for child in node.orelse)
+            pending.extend((child, inside, False) for child in node.body)
         else:
             inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-            pending.extend((child, inside) for child in ast.iter_child_nodes(node))
+            pending.extend((child, inside, runs) for child in ast.iter_child_nodes(node))
 
 
 def _targets(node: ast.Import | ast.ImportFrom, here: str) -> Iterator[str]:
@@ -205,9 +216,14 @@ def _holding_themselves(code: CodeType) -> Iterator[str]:
         yield from _holding_themselves(each)
 
 
-def circles(modules: dict[str, Module]) -> list[list[str]]:
-    """Find the strongly connected sets of two or more modules within one package, largest first (Tarjan 1972)."""
-    search = _Search(modules)
+def circles(modules: dict[str, Module], typed: bool = False) -> list[list[str]]:
+    """Find the strongly connected sets of two or more modules within one package, largest first (Tarjan 1972).
+
+    Args:
+        modules: by name.
+        typed: count imports under `TYPE_CHECKING` too.
+    """
+    search = _Search({name: module.typed if typed else module.imports for name, module in modules.items()})
     sys.setrecursionlimit(10_000)
     for name in modules:
         search.visit(name)
@@ -215,10 +231,10 @@ def circles(modules: dict[str, Module]) -> list[list[str]]:
 
 
 class _Search:
-    """Tarjan's search, by the modules' imports."""
+    """Tarjan's search, by what each module imports."""
 
-    def __init__(self, modules: dict[str, Module]) -> None:
-        self.modules = modules
+    def __init__(self, imports: dict[str, set[str]]) -> None:
+        self.imports = imports
         self.index: dict[str, int] = {}
         self.low: dict[str, int] = {}
         self.stack: list[str] = []
@@ -230,8 +246,8 @@ class _Search:
         index, low, stack = self.index, self.low, self.stack
         index[name] = low[name] = len(index)
         stack.append(name)
-        for other in sorted(self.modules[name].imports):
-            if self.modules[other].package != self.modules[name].package:
+        for other in sorted(self.imports[name]):
+            if other.partition(".")[0] != name.partition(".")[0]:
                 continue
             if other not in index:
                 self.visit(other)
@@ -243,6 +259,19 @@ class _Search:
             component, stack[at:] = stack[at:], []
             if len(component) > 1:
                 self.found.append(sorted(component))
+
+
+def foreign(modules: dict[str, Module]) -> Iterator[tuple[str, str, int]]:
+    """List the uses of private attributes that only classes of another package define: module, attribute, line."""
+    members: dict[str, set[str]] = {}
+    for module in modules.values():
+        members.setdefault(module.package, set()).update(module.members)
+    for module in modules.values():
+        others = set().union(*(names for package, names in members.items() if package != module.package))
+        own = members[module.package]
+        for name, line in module.private:
+            if name in others and name not in own and name not in OF_FRAMEWORKS:
+                yield module.name, name, line
 
 
 def internals(modules: dict[str, Module]) -> Counter[tuple[str, str]]:
@@ -315,11 +344,18 @@ def tables(modules: dict[str, Module]) -> Iterator[str]:
     yield f"Imports between packages: {len(across)}, of internals: {sum(inner.values())}"
     for (package, name), count in inner.most_common(12):
         yield f"- {package} -> {name}: {count}"
-    rings = circles(modules)
+    for what, rings in (("Import", circles(modules)), ("Type", circles(modules, typed=True))):
+        yield ""
+        yield f"{what} circles: {len(rings)}"
+        for ring in rings:
+            yield f"- {len(ring)} modules: {', '.join(ring)}"
+    uses = Counter(name for _, name, _ in foreign(modules))
     yield ""
-    yield f"Import circles: {len(rings)}"
-    for ring in rings:
-        yield f"- {len(ring)} modules: {', '.join(ring)}"
+    listed = ", ".join(f"{name} {count}" for name, count in uses.most_common())
+    yield f"Private attributes of other packages: {uses.total()} ({listed})"
+    yield f"Private attributes of other objects: {sum(len(module.private) for module in modules.values())}"
+    yield f"Looks at callers' frames: {sum(len(module.looks) for module in modules.values())}"
+    yield f"Errors' texts taken apart: {sum(len(module.parses) for module in modules.values())}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/structure.py refuses circles of imports, and closures that hold themselves."""
+"""docs/structure.py refuses circles of imports, and counts what no tool sees; docs/walks.py counts files."""
 
 from __future__ import annotations
 
@@ -77,3 +77,52 @@ def outer(x):
     ]
     method = "class A:\n    def f(self):\n        return self.f() + len(f())\ndef f():\n    return f()\n"
     assert complaints(structure, tmp_path / "other", low=method) == []
+
+
+def test_contracts_that_no_tool_sees_are_counted(structure: Any, tmp_path: Path) -> None:
+    texts = {
+        "packages/hp-p/src/hp_p/__init__.py": (
+            "class Box:\n    __slots__ = ('_size',)\n    def _grow(self):\n        self._size += self._step()\n"
+            "def grow(box):\n    box._grow()\n"
+        ),
+        "packages/hp-q/src/hp_q/__init__.py": (
+            "import sys\ndef size(box):\n    sys._getframe(1)\n    return box._size, box._version, box.size\n"
+            "def read(make):\n    try:\n        make()\n"
+            "    except ValueError as error:\n        return str(error).partition(': ')\n"
+        ),
+    }
+    for path, text in texts.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    modules = structure.read(tmp_path)
+    assert list(structure.foreign(modules)) == [("hp_q", "_size", 4)]
+    assert modules["hp_p"].looks == modules["hp_p"].parses == []
+    assert (modules["hp_q"].looks, modules["hp_q"].parses) == ([3], [9])
+
+
+def test_circles_of_types_are_counted_apart(structure: Any, tmp_path: Path) -> None:
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hp_p.high\n"
+    assert complaints(structure, tmp_path, low=typed, high="import hp_p.low\n") == []
+    assert structure.circles(structure.read(tmp_path), typed=True) == [["hp_p.high", "hp_p.low"]]
+
+
+def test_a_walk_counts_files_moves_and_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "packages/hp-p/src"
+    folder.mkdir(parents=True)
+    (folder / "inner.py").write_text("def again(plan): return plan\ndef check(plan): return again(plan)\n")
+    outer = "import inner\ndef apply(plan):\n    inner.check(plan)\n    len('not ours')\n    return inner.again(plan)\n"
+    (folder / "outer.py").write_text(outer)
+    loaded = {}
+    for name in ("inner", "outer", "walks"):
+        path = SCRIPT.with_name("walks.py") if name == "walks" else folder / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        loaded[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded[name])
+    for name in loaded:
+        del sys.modules[name]
+    plan = object()
+    walk = loaded["walks"].Walk(plan)
+    assert walk.run(lambda: loaded["outer"].apply(plan)) is plan
+    assert list(walk.files) == ["outer.py", "inner.py"]
+    assert str(walk) == "2 files, 4 moves, 4 stays, 0 returns"  # apply, check, again and again
