@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,3 +127,14 @@ def test_a_walk_counts_files_moves_and_stays(tmp_path: Path) -> None:
     assert walk.run(lambda: loaded["outer"].apply(plan)) is plan
     assert list(walk.files) == ["outer.py", "inner.py"]
     assert str(walk) == "2 files, 4 moves, 4 stays, 0 returns"  # apply, check, again and again
+
+
+def test_the_page_of_failures_names_modules_that_exist() -> None:
+    text = (SCRIPT.parent / "failures.md").read_text(encoding="utf-8")
+    named = [line.split("|")[2] for line in text.partition("## Who does it")[2].splitlines() if line.startswith("| ")]
+    folder, missing = "", []
+    for module in re.findall(r"`([a-z_.]+)`", " ".join(named)):
+        folder = module.rpartition(".")[0] or folder  # a name alone lies beside the one before
+        path = f"{folder}.{module.rpartition('.')[2]}".replace(".", "/")
+        missing += [path] * (not list(SCRIPT.parents[1].glob(f"packages/*/src/{path}.py")))
+    assert len(named) > 10 and not missing
