@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from hp_platform import get_platform
 from hp_platform.platforms.ports import choose_kind
 from hyper_parallel.__main__ import main
 from hyper_parallel.commands import cli
+from hyper_parallel.launching import ranks
 
 EXAMPLES = [
     path
@@ -136,6 +138,37 @@ def test_a_plan_that_is_too_large_for_this_machine(command, monkeypatch):
     assert err.startswith("note: too large to train here: ") and expected in err
     _, err, status = command("train")
     assert status == 1 and expected in err and "this machine, for 2 ranks, has 0.0 MB" in err
+    assert "take a smaller model or dtype, or start the ranks on more machines (torchrun, msrun)" in err
+    monkeypatch.setattr(cli, "_run", lambda work, job, ranks: None)
+    monkeypatch.setattr(type(get_platform().devices), "total_memory", lambda self: 160_000)
+    followed = (
+        PLAN,
+        PLAN.replace("intermediate_size = 24", "intermediate_size = 4"),
+        PLAN + '[run]\ndtype = "bfloat16"\n',
+    )
+    assert [command("train", "--out", f"run{n}", plan=plan)[2] for n, plan in enumerate(followed)] == [1, 0, 0]
+    monkeypatch.setattr(cli, "inside_launcher", lambda: True)  # as where torchrun has started this process
+    assert command("train", "--out", "elsewhere")[2] == 0
+
+
+@pytest.mark.not_on("torch-npu-sim", reason="its kind is set by the simulation")
+def test_fewer_devices_than_ranks(command, monkeypatch):
+    devices = type(get_platform().devices)
+    monkeypatch.setattr(devices, "_kind", property(lambda self: os.environ.get("HYPER_PARALLEL_DEVICE") or "cuda"))
+    monkeypatch.setattr(devices, "count", 1)
+    monkeypatch.setattr(devices, "total_memory", lambda self: 1 << 40)
+    monkeypatch.setattr(cli, "_run", lambda work, job, ranks: None)
+    monkeypatch.delenv("HYPER_PARALLEL_DEVICE")
+    _, err, status = command("train", "--out", "run")
+    assert status == 1 and "2 ranks, but this machine has only 1 cuda devices" in err
+    assert "make the mesh smaller, or set HYPER_PARALLEL_DEVICE=cpu" in err
+    with pytest.raises(ValueError, match="2 ranks, but this .* take fewer, or set HYPER_PARALLEL_DEVICE=cpu"):
+        ranks._count(2)
+    assert command("train", "--out", "smaller", plan=PLAN.replace("tp = 2", "tp = 1"))[2] == 0
+    assert ranks._count(1) == 1
+    monkeypatch.setenv("HYPER_PARALLEL_DEVICE", "cpu")
+    assert command("train", "--out", "run")[2] == 0
+    assert ranks._count(2) == 2
 
 
 @pytest.mark.not_on("torch-npu-sim", reason="its devices' memory is the machine's; nothing else of the device in it")
@@ -215,7 +248,10 @@ def test_a_plan_for_a_framework_that_is_not_installed(command, monkeypatch):
     _, err, status = command("lint", plan=PLAN + '[run]\nplatform = "mindspore"\n')
     assert status == 1
     assert "the plan is for mindspore, which is not installed here" in err
-    assert "pip install 'hyper-parallel[mindspore]'" in err
+    assert "run the command in an environment that has it, or: pip install 'hyper-parallel[mindspore]'" in err
+    with monkeypatch.context() as other:
+        other.setattr(importlib.util, "find_spec", lambda name: name)
+        cli._check_installed("mindspore")
     monkeypatch.delitem(sys.modules, "torch")
     _, err, status = command("lint")
     assert status == 1

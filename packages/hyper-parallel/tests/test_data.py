@@ -107,13 +107,29 @@ def test_packed_files_without_weights_give_each_document_once_an_epoch(tokens, t
 @pytest.mark.parametrize(
     ("paths", "options", "message", "mended"),
     [
-        (["a", "text"], {}, "a.bin is a token file, but .*a.txt is text; write tokens for the text too", [["a", "w"]]),
-        (["text"], {"packing": True}, "packing is for token files, but .* as bytes; write token files", [["w"]]),
-        (["text"], {"weights": (1.0,)}, "weights is for token files, but the data is text as bytes", [["w"]]),
-        (["a", "b"], {"weights": (1.0,)}, "2 paths have 1 weights; give one for each path", [["a"]]),
-        (["a", "b"], {"weights": (1.0, 0.0)}, r"are positive numbers, got \(1.0, 0.0\); leave out a source", []),
-        (["w"], {}, r"the token file .*w\.bin does not exist; hyper-parallel data prepare writes a .bin", [["w"]]),
-        (["a"], {"packing": True, "shuffle": False}, "packed and weighted samples have no order of files to keep", []),
+        (
+            ["a", "text"],
+            {},
+            "a.bin is a token file, but .*a.txt is text; write tokens for the text too",
+            (["a", "w"], {}),
+        ),
+        (["text"], {"packing": True}, "packing is for token files, but .* as bytes; write token files", (["w"], {})),
+        (["text"], {"weights": (1.0,)}, "weights is for token files, but the data is text as bytes", (["w"], {})),
+        (
+            ["a", "b"],
+            {"weights": (1.0,)},
+            "2 paths have 1 weights; give one for each path",
+            (["a", "b"], {"weights": (1.0, 2.0)}),
+        ),
+        (
+            ["a", "b"],
+            {"weights": (1.0, 0.0)},
+            r"are positive numbers, got \(1.0, 0.0\); leave out a source",
+            (["a"], {"weights": (1.0,)}),
+        ),
+        (["w"], {}, r"the token file .*w\.bin does not exist; hyper-parallel data prepare writes a .bin", (["w"], {})),
+        (["a"], {"packing": True, "shuffle": False}, "packed and .*; leave shuffle, or", (["a"], {"packing": False})),
+        (["a"], {"weights": (1.0,), "shuffle": False}, "packed and weighted .*, out", (["a"], {"shuffle": True})),
     ],
 )
 def test_data_that_does_not_fit_together_is_refused(tokens, text, paths, options, message, mended):
@@ -121,11 +137,8 @@ def test_data_that_does_not_fit_together_is_refused(tokens, text, paths, options
     with pytest.raises(DataError, match=message):
         check_data(section(*(named[path] for path in paths), **options))
     prepare([str(text / "a.txt")], tokens[0].with_name("w"), Bytes())  # what `data prepare` does
-    for others in mended:
-        check_data(section(*(named[path] for path in others), **options))
-    if "weights" in options:
-        check_data(section(tokens[0], weights=options["weights"][:1]))
-        check_data(section(*tokens, weights=(1.0, 2.0)))
+    others, changed = mended
+    assert check_data(section(*(named[path] for path in others), **{**options, **changed})) >= 0
 
 
 def test_a_token_beyond_the_vocabulary_is_named_when_it_is_read(tokens):

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hp_platform import get_platform
-from hp_platform.extend import SettingError
+from hp_platform.platforms.ports import choose_kind
 from hyper_parallel.commands import cli, doctor
 from hyper_parallel.commands.doctor import Finding, examine_machine
 
@@ -69,8 +69,16 @@ def test_what_is_short_is_told_with_what_to_do(monkeypatch):
     assert (found["peft"].fix, found["wandb"].fix) == tuple(
         f"pip install 'hyper-parallel[{name}]'" for name in ("peft", "wandb")
     )
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1 << 20))
-    assert by_name(examine_machine(probe=False))["open files"].fix.endswith("ulimit -n 65536")
+    monkeypatch.undo()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        fix = by_name(examine_machine(probe=False))["open files"].fix
+        command = fix.removeprefix("for many ranks or data workers: ")
+        done = subprocess.run(["sh", "-c", f"{command} && ulimit -n"], capture_output=True, text=True, check=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert done.stdout.strip() == command.split()[-1] == str(65536 if hard < 0 else min(hard, 65536))
 
 
 @pytest.mark.parametrize(
@@ -94,9 +102,11 @@ def test_ranks_that_do_not_meet_are_a_fault(monkeypatch, error, output, value):
 
 
 def test_a_device_that_is_not_there_is_a_fault(monkeypatch):
-    def kind(self: object) -> str:
-        raise SettingError("none")
-
-    monkeypatch.setattr(type(get_platform().devices), "kind", property(kind))
+    devices = type(get_platform().devices)
+    monkeypatch.setattr(devices, "_kind", property(lambda self: choose_kind(self.present, "torch 2")))
+    monkeypatch.setenv("HYPER_PARALLEL_DEVICE", "gpu")
     found = [each for each in examine_machine(probe=True) if each.state == "fault"]
-    assert [(each.name, each.value) for each in found] == [("kind", "none")]
+    assert [(each.name, each.fix) for each in found] == [("kind", "correct the variable, or the installation")]
+    assert "Choose one of: cpu, " in found[0].value
+    monkeypatch.setenv("HYPER_PARALLEL_DEVICE", "cpu")
+    assert not [each for each in examine_machine(probe=False) if each.state == "fault"]

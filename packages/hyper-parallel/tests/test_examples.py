@@ -154,6 +154,37 @@ def test_rows_that_are_refused(folder, tmp_path, format, row, message):
         assert texts(folder, tmp_path / "a.jsonl", named)
 
 
+@pytest.mark.parametrize(
+    ("template", "turns", "message", "mended", "others"),
+    [
+        (
+            "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + CHATML,
+            TALK,
+            "is refused by the chat template: TemplateError: begin with the user; change the messages, or the template",
+            CHATML,
+            TALK[1:3],
+        ),
+        (
+            MARKED.replace("== 'assistant' %}", "== 'assistant' and loop.last %}"),
+            TALK,
+            "has 2 messages of an assistant, but the template marks 1; mend the {% generation %} marks of the template",
+            MARKED,
+            TALK[:3],
+        ),
+    ],
+    ids=["raises", "marks"],
+)
+def test_what_a_template_refuses_is_changed_or_the_template_is(tmp_path, template, turns, message, mended, others):
+    folder = save_tokenizer(tmp_path / "model", template)
+    file = write(tmp_path / "a.jsonl", {"messages": turns})
+    with pytest.raises(DataError) as caught:
+        texts(folder, file, "messages")
+    assert message in str(caught.value)
+    ((_, of_messages),) = texts(folder, write(tmp_path / "b.jsonl", {"messages": others}), "messages")
+    ((_, of_template),) = texts(save_tokenizer(tmp_path / "mended", mended), file, "messages")
+    assert (len(of_messages), len(of_template)) == (1, 2)
+
+
 def test_messages_need_a_template(tmp_path):
     folder = save_tokenizer(tmp_path / "model", None)
     file = write(tmp_path / "a.jsonl", {"messages": TALK})
@@ -271,6 +302,11 @@ def test_examples_keep_the_order_of_their_file(folder, tmp_path, format):
     rows = [{"prompt": "a" * number, "completion": "b", "chosen": "b", "rejected": "c"} for number in range(1, 6)]
     path = prepared(folder, tmp_path, format, *rows)
     samples = open_samples(DataSection(paths=(path,), sequence_length=9, shuffle=False, format=format), seed=4)
+    if format == "preference":
+        weighted = DataSection(paths=(path, path), sequence_length=9, weights=(1.0, 1.0), format=format)
+        with pytest.raises(DataError, match="pairs of answers are not mixed by weights; leave weights out"):
+            check_data(weighted)
+        assert len(open_samples(dataclasses.replace(weighted, weights=()), seed=4)) == 2 * len(samples)
     found, a = samples.rows(np.arange(5, 10)), read_tokenizer(str(folder)).encode(["a"])[0][0]
     sizes = [1, 2, 3, 4, 5] if format == "prompt-completion" else [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert (found.tokens == a).sum(1).tolist() == sizes
@@ -289,7 +325,9 @@ def test_a_plan_is_checked_and_shown(folder, tmp_path):
     line = CliRunner().invoke(cli.app, ["data", "show", str(plan), "--json"], catch_exceptions=False).output
     assert [text for text, on in json.loads(line)["parts"] if on] == ["good \u00e9 day<|im_end|>\n"]
     wrong = CliRunner().invoke(cli.app, ["data", "show", str(plan), "--first", "9"])
-    assert wrong.exit_code == 1 and "the data has no document 9" in wrong.output + (wrong.stderr or "")
+    assert wrong.exit_code == 1 and "the data has no document 9; they are counted from 0 on" in wrong.output
+    last = CliRunner().invoke(cli.app, ["data", "show", str(plan), "--first", "3"])
+    assert last.exit_code == 0 and "document 3: " in last.output
     (found,) = check_run(
         ParallelPlan.from_dict(
             {

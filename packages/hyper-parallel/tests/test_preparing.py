@@ -188,12 +188,14 @@ def test_rows_of_parquet_and_of_a_dataset_on_disk_are_documents(pyarrow, tmp_pat
         DataError, match=r"a\.parquet has no column 'text'; it has id, body; name the text's column with"
     ):
         list(read_documents(tmp_path / "a.parquet", field="text"))
-    with pytest.raises(DataError, match=r"a\.parquet, row 0, has int in 'id', not text"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 0, has int in 'id', not text; name a column of strings"):
         list(read_documents(tmp_path / "a.parquet", field="id"))
     assert list(read_documents(tmp_path / "a.parquet", field="body")) == ["one", "", "three"]
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
-    with pytest.raises(DataError, match=r"b\.parquet can't be read: "):
-        list(read_documents(tmp_path / "b.parquet", field="text"))
+    with pytest.raises(DataError, match=r"b\.parquet can't be read: .*; leave it out, or write it again"):
+        list(read_documents(tmp_path / "b.parquet", field="body"))
+    parquet.write_table(table, tmp_path / "b.parquet")
+    assert list(read_documents(tmp_path / "b.parquet", field="body")) == ["one", "", "three"]
 
 
 def test_the_command_prepares_and_says_what_is_wrong(texts, tmp_path):
@@ -220,6 +222,12 @@ def test_a_file_that_is_not_utf8_is_named(texts, tmp_path, tokenizer_folder):
     prepare([str(texts / "b.jsonl")], tmp_path / "out", read_tokenizer(str(tokenizer_folder)))  # left out
     (texts / "a.txt").write_text((texts / "a.txt").read_text("latin-1"), "utf-8")  # converted
     prepare([str(texts)], tmp_path / "out", read_tokenizer(str(tokenizer_folder)))
+    (texts / "b.jsonl").write_text('{"text": "\u00e9"}', "latin-1")
+    with pytest.raises(DataError, match=r"b\.jsonl is not UTF-8: .*; convert it, or leave it out"):
+        prepare([str(texts)], tmp_path / "out", Bytes())
+    (texts / "b.jsonl").write_text((texts / "b.jsonl").read_text("latin-1"), "utf-8")
+    prepare([str(texts)], tmp_path / "out", Bytes())
+    assert documents_of(tmp_path / "out")[1] == "\u00e9".encode()
 
 
 def test_a_tokenizer_without_an_end_token_is_noted(texts, tmp_path, tokenizer_folder):

@@ -153,6 +153,9 @@ def test_lint_calls_the_model_on_parts_of_a_sequence(launcher):
         assert (
             "its first call, of 24 tokens on 3 ranks, is refused: " in fault["message"] and reason in fault["message"]
         )
+        assert fault["fix"] == "leave cp out"
+    (launcher.folder / "lengths.toml").write_text(plan.replace("[mesh]\ncp = 3\n", ""))
+    assert lint("scale") == (0, [])
 
 
 def test_training_joins_ranks_that_are_there(folder):
