@@ -281,11 +281,14 @@ def test_data_that_is_missing_or_empty(command, tmp_path):
         assert (status, "the data file short does not exist" in err) == (1, True)
 
 
-def test_a_folder_that_can_not_be_written(command, tmp_path):
+def test_a_folder_that_can_not_be_written(command, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     _, err, status = command("train", "--out", "file/run")
     assert status == 1
     assert "error: the checkpoint can't be written to file/run: Not a directory" in err
+    assert "choose another folder with --out" in err
+    monkeypatch.setattr(cli, "_run", lambda work, job, ranks: None)
+    assert command("train", "--out", "folder/run")[2] == 0
 
 
 @pytest.mark.parametrize("action", ["train", "lint"])
@@ -391,6 +394,8 @@ def test_versions_are_printed(capsys):
     assert re.fullmatch(r"hyper-parallel .* \(.*python 3\.\d.*\)\n", capsys.readouterr().out)
 
 
-def test_a_run_that_is_to_go_on_has_a_folder(command):
+def test_a_run_that_is_to_go_on_has_a_folder(command, monkeypatch):
     _, errors, status = command("train", "--resume", "auto")
     assert (status, errors) == (1, "error: --resume needs the folder of the run: name it with --out\n")
+    monkeypatch.setattr(cli, "_run", lambda work, job, ranks: None)
+    assert command("train", "--resume", "auto", "--out", "run")[2] == 0

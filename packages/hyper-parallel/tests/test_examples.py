@@ -227,10 +227,17 @@ def test_files_have_masks_and_say_their_format(folder, tmp_path):
     with pytest.raises(DataError, match="was prepared as 'prompt-completion', but data.format is 'text'") as caught:
         check_data(section)
     assert caught.value.fix == "write format = 'prompt-completion', or prepare the data again"
-    check_data(dataclasses.replace(section, format="prompt-completion"))
-    (tmp_path / "out.mask").write_bytes(b"\1")
-    with pytest.raises(DataError, match="out.mask has 1 bytes, but out.bin has 14 tokens"):
-        TokenFile(path)
+    section = dataclasses.replace(section, format="prompt-completion")
+    check_data(section)
+    for suffix, message in (
+        ("json", "out.json can't be read: .*; remove it, or prepare"),
+        ("mask", "out.mask has 1 bytes, but out.bin has 14 tokens; prepare the data again"),
+    ):
+        (tmp_path / f"out.{suffix}").write_bytes(b"\1")
+        with pytest.raises(DataError, match=message):
+            check_data(section)
+        prepared(folder, tmp_path, "prompt-completion", row, row)
+        check_data(section)
 
 
 class Numbered:

@@ -43,8 +43,11 @@ def test_each_start_of_a_run_is_kept(tmp_path):
     with pytest.raises(OutputError, match="has a run, which would be overwritten"):
         prepare_folder(tmp_path, name="x")
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(OutputError, match=r"run\.json can't be read"):
+    with pytest.raises(OutputError, match=r"run\.json can't be read: .*; move it away to go on without it"):
         begin(tmp_path, PLAN, CONTENTS, step=3, ranks=Ranks(alone=True))
+    (tmp_path / "run.json").rename(tmp_path / "away")
+    anew = begin(tmp_path, PLAN, CONTENTS, step=3, ranks=Ranks(alone=True))
+    assert anew is not None and [start["step"] for start in anew["starts"]] == [3]
 
 
 def test_the_state_of_the_working_folder(tmp_path):

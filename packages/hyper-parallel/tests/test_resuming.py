@@ -333,13 +333,22 @@ def test_a_run_of_another_model_does_not_go_on(tmp_path):
     wider = {**TABLES["model"], "overrides": {**TABLES["model"]["overrides"], "hidden_size": 32}}
     with pytest.raises(OutputError, match=r"step-00000003 doesn't fit the plan: .*of shape.*with --out"):
         run(tmp_path, {"dp_shard": 2}, 5, wider, resume="auto")
-    if get_platform().groups.rank() == 0:
-        for folder in (tmp_path / "run" / "checkpoints").iterdir():
-            damage(folder / "manifest.json")
-    get_platform().collectives.barrier()
+    damage_all(tmp_path)
     first = get_platform().groups.rank() == 0
     with (
         pytest.warns(RuntimeWarning, match=r"can't be read") if first else contextlib.nullcontext(),
-        pytest.raises(OutputError, match=r"no checkpoint that can be read: .*manifest\.json.*with --out"),
+        pytest.raises(OutputError, match=r"no checkpoint that can be read: .*manifest\.json.*a backup, .*with --out"),
     ):
         run(tmp_path, {"dp_shard": 2}, 5, resume="auto")
+    damage_all(tmp_path)  # the same bit again: as a backup has it
+    (tmp_path / "other").mkdir(exist_ok=True)
+    done = run(tmp_path, {"dp_shard": 2}, 5, resume="auto"), run(tmp_path / "other", {"dp_shard": 2}, 1, wider)
+    assert not first or [summary.steps for summary in done] == [2, 1]  # without lines of the first three
+
+
+def damage_all(folder):
+    get_platform().collectives.barrier()
+    if get_platform().groups.rank() == 0:
+        for each in (folder / "run" / "checkpoints").glob("step-*"):
+            damage(each / "manifest.json")
+    get_platform().collectives.barrier()
