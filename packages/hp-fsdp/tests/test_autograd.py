@@ -10,6 +10,7 @@ import torch
 from fsdp_models import Net, batch, close, data_mesh, loss_of, pair, same_weights, seeded, train
 from torch import nn
 
+from hp_dtensor import init_device_mesh
 from hp_fsdp import MixedPrecisionPolicy, clip_grad_norm_, full_state_dict, fully_shard
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
@@ -144,6 +145,8 @@ def test_ddp_around_sharded_modules():
     for net in (model, nn.Sequential(model), nn.Sequential(nn.Linear(5, 5).to(device_type(), torch.float64), model)):
         with pytest.raises(TypeError, match="DistributedDataParallel around"):
             torch.nn.parallel.DistributedDataParallel(net)
+    mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    train(*pair(mesh=mesh), steps=1)
 
 
 @on_ranks(2)

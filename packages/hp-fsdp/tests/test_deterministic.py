@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import batch, data_mesh, loss_of, pair, same_gradients, seeded, train
+from fsdp_models import Net, batch, data_mesh, loss_of, pair, same_gradients, seeded, train
 from micro_batches import Twice, hash_of, loss_of_micro_batch, shard, weights_after
 from test_tensor_parallel import Parallel, parallelize, parts
 from torch import nn
@@ -174,6 +174,14 @@ def test_ranks_with_different_numbers_of_micro_batches():
     model.set_requires_gradient_sync(True)
     with pytest.raises(ValueError, match=r"this rank ran [12] micro-batches since the last step, others from 1 to 2"):
         loss_of(model(batch()[1])).backward()
+    model.zero_grad()
+    reference = seeded(Net)
+    parts = torch.stack(batch()[0].chunk(4))
+    loss_of(reference(parts.flatten(0, 1))).backward()
+    for micro_batch, part in enumerate(parts.chunk(2)[dist.get_rank()]):  # two each, consecutive ones
+        model.set_requires_gradient_sync(micro_batch == 1)
+        (loss_of(model(part)) / 2).backward()
+    same_gradients(model, reference)
 
 
 @on_ranks(1)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_models import Net, data_mesh, pair, seeded
+from fsdp_models import Net, data_mesh, pair, same_weights, seeded
 from torch import nn
 
 import hp_dtensor
 from hp_dtensor import DeviceMesh, init_device_mesh
-from hp_fsdp import MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, fully_shard
+from hp_fsdp import MixedPrecisionPolicy, OffloadPolicy, clip_grad_norm_, full_state_dict, fully_shard
 from hp_testing import device_type, on_ranks
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -63,10 +63,17 @@ def test_modules():
     model.set_reduce_op_type(torch.distributed.ReduceOp.SUM)
     with pytest.raises(NotImplementedError, match=r"set_reshard_after_forward: reshard_after_forward=4"):
         model.set_reshard_after_forward(4)
-    with pytest.raises(NotImplementedError, match=r"Net cannot be copied"):
+    with pytest.raises(
+        NotImplementedError, match=r"Net cannot be copied.*Build a second model and load full_state_dict"
+    ):
         copy.deepcopy(model)
     with pytest.raises(NotImplementedError, match=r"Net cannot be pickled.*Save full_state_dict"):
         pickle.dumps(model)
+    second: Any = Net().to(device_type(), torch.float64)
+    second.load_state_dict(pickle.loads(pickle.dumps(full_state_dict(model))))
+    same_weights(model, second)
+    model.set_reshard_after_forward(True)
+    model.set_reshard_after_forward(False)
 
 
 @on_ranks(4)

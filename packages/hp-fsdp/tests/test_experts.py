@@ -110,3 +110,66 @@ class ShardPlacementResult:
 def test_a_mesh_for_a_parameter_of_a_group_is_refused():
     with pytest.raises(NotImplementedError, match=r"mesh for 'first.weight'.*call fully_shard\(experts, mesh_of_exp"):
         fully_shard(seeded(Sparse), data_mesh(), shard_placement_fn=lambda _: ShardPlacementResult(Shard(0), None))
+    # The test above does what it says.
+
+
+@on_ranks(4)
+def test_experts_without_a_group_of_their_own_are_refused():
+    for shape, text in (
+        (
+            (2, 2),
+            r"is a part of the mesh of data parallelism, .*divides it over 2 of 4 ranks.*Pass the other axes alone",
+        ),
+        (
+            (1, 4),
+            "of experts is spread over ranks of .*Call fully_shard on the experts first, with the mesh of the other",
+        ),
+    ):
+        mesh = init_device_mesh(device_type(), shape, mesh_dim_names=("dp", "ep"))
+        reference = seeded(Sparse)
+        model: Any = copy.deepcopy(reference)
+        experts, world = model.experts, mesh["dp", "ep"]._flatten("world")
+        experts._computes_rows_of_ranks = True  # as hp_moe's say of themselves
+        experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["ep"], [Shard(0)]))
+        experts.group = mesh.get_group("ep")
+        with pytest.raises(ValueError, match=text):
+            fully_shard(model, world)
+        fully_shard(experts, mesh["dp"])
+        fully_shard(model, world)
+        step_of_both(reference, model)
+
+
+@on_ranks(4)
+def test_a_group_on_some_of_the_ranks_is_refused():
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "ep"))
+    world = mesh["dp", "ep"]._flatten("world")
+    reference, model, other = seeded(Sparse), seeded(Sparse), seeded(Sparse)
+    fully_shard(model.first, mesh["dp"])
+    fully_shard(model, world)
+    with pytest.raises(ValueError, match="'weight' is on .*2 of the 4 ranks of .*Pass the outermost group's mesh, or"):
+        model(batch()[1])
+    fully_shard(other.first, world)
+    fully_shard(other, world)
+    step_of_both(reference, other)
+
+
+@on_ranks(4)
+def test_experts_that_are_spread_unevenly_are_cut_along_another_dim():
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "ep"))
+    reference = seeded(Sparse)
+    model: Any = copy.deepcopy(reference)
+    experts = model.experts
+    uneven = [RaggedShard((0,), (3, 1))]
+    experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["ep"], uneven))
+    experts.group = mesh.get_group("ep")
+    with pytest.raises(ValueError, match=r"is spread unevenly over .*shard_placement_fn=lambda parameter: Shard\(1\)"):
+        fully_shard(experts, mesh["dp"])
+    fully_shard(experts, mesh["dp"], shard_placement_fn=lambda parameter: Shard(1))
+    fully_shard(model, mesh["dp", "ep"]._flatten("world"))
+    step_of_both(reference, model)
+
+
+def step_of_both(reference: nn.Module, model: nn.Module) -> None:
+    for net, x in zip((reference, model), batch(), strict=True):
+        loss_of(net(x)).backward()
+    same_gradients(model, reference)

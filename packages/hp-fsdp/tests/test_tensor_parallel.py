@@ -168,6 +168,11 @@ def test_axes_of_different_meshes_cannot_be_joined():
     parallelize(model, mesh["tp"])
     with pytest.raises(ValueError, match=r"'blocks.0.norm.weight' is a DTensor on .*Both must be slices of one mesh"):
         fully_shard(model, init_device_mesh(device_type(), (4,), mesh_dim_names=("dp_shard",)))
+    fully_shard(model, mesh["dp_shard"])
+    reference = seeded(Parallel)
+    for net, x in zip((reference, model), data(mesh, 0), strict=True):
+        loss_of(net(x)).backward()
+    same_gradients(model, reference)
 
 
 @on_ranks(4)

@@ -196,6 +196,12 @@ def test_a_copy_of_a_sharded_parameter_is_refused():
     other.weight = copy.deepcopy(model.weight)
     with pytest.raises(ValueError, match=r"'weight' is placed \(RaggedShard.*as a copy of one that is sharded"):
         fully_shard(other, mesh)
+    second = fully_shard(nn.Linear(3, 3, device=device_type()), mesh)
+    set_model_state_dict(second, get_model_state_dict(model))
+    copied = fully_shard(copy.deepcopy(nn.Linear(3, 3, device=device_type())), mesh)
+    set_model_state_dict(copied, get_model_state_dict(model))
+    for net in (second, copied):
+        close(full_state_dict(net)["weight"], full_state_dict(model)["weight"], "weight")
 
 
 @on_ranks(2, 4)

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
@@ -25,7 +26,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hp_dtensor import DTensor
-from hp_fsdp import full_state_dict, fully_shard
+from hp_fsdp import (
+    MixedPrecisionPolicy,
+    full_state_dict,
+    fully_shard,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from hp_plan import ParallelPlan, apply
 from hp_testing import on_ranks
 
@@ -221,6 +229,17 @@ def test_what_accelerate_would_get_wrong(tmp_path: Path):
             accelerator.save_state(str(tmp_path))
         with pytest.raises(TypeError, match=f"save_pretrained {whole}"):
             model.save_pretrained(tmp_path)
+        state = full_state_dict(model)
+        if accelerator.is_main_process:
+            model.save_pretrained(tmp_path / "whole", state_dict=dict(state))  # it empties what it is given
+        saved(tmp_path / "whole", state)
+        parts = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(parts, checkpoint_id=tmp_path / "parts")
+        again = sharded()
+        loaded = {"model": get_model_state_dict(again)}
+        dcp.load(loaded, checkpoint_id=tmp_path / "parts")
+        set_model_state_dict(again, loaded["model"])
+        assert all(torch.equal(value, state[name]) for name, value in full_state_dict(again).items())
         with pytest.raises(TypeError, match="DistributedDataParallel around"):
             accelerator.prepare_model(nn.Sequential(model))
         accelerator._models.clear()
@@ -229,6 +248,9 @@ def test_what_accelerate_would_get_wrong(tmp_path: Path):
         assert optimizer.state_dict()["state"]
     with launched(), pytest.raises(TypeError, match=r"accelerate's mixed_precision='bf16'.*MixedPrecisionPolicy"):
         Accelerator(mixed_precision="bf16").prepare(sharded())
+    with launched():
+        own = fully_shard(llama(), mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        assert Accelerator().prepare(own)(input_ids=tokens).logits.dtype == torch.bfloat16
 
 
 @on_ranks(2, timeout=120.0)

@@ -207,8 +207,7 @@ class GroupOptions:
             raise NotImplementedError(
                 f"fully_shard: shard_placement_fn returned a mesh for {name!r}, but parameters of one group are on one"
                 " mesh. Make a group of those on another mesh: call fully_shard(experts, mesh_of_experts) on their"
-                " module, before the module around it; experts.set_gradient_divide_factor(ranks of the other mesh)"
-                " makes their gradients the mean over the same ranks"
+                " module, laid out over the other ranks before, and then on the module around it"
             )
         dim = getattr(placement, "dim", None)
         if type(placement).__name__ != "Shard" or not isinstance(dim, int):
