@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Net, batch, data_mesh, pair
+from fsdp_models import Net, batch, data_mesh, pair, train
 from torch import nn
 
 from hp_dtensor import init_device_mesh
@@ -72,3 +72,5 @@ def test_all_modules_are_deterministic_or_none():
     fully_shard(net.blocks[0], data_mesh(), deterministic=True)
     with pytest.raises(ValueError, match=r"blocks.0 was sharded with deterministic=True, Net without"):
         fully_shard(net, data_mesh())(batch()[1].float())
+    for deterministic in (True, False):
+        train(*pair(deterministic=deterministic), steps=1)

@@ -59,6 +59,22 @@ def test_gradients_of_sharded_parameters():
 
 
 @on_ranks(2)
+def test_a_graph_of_reduced_gradients():
+    """What the errors name is a gradient penalty: by inputs, and not of a deterministic model."""
+    for options, text in (
+        ({}, r"reduced gradients have no graph.*torch.autograd.grad\(outputs, inputs, create_graph=True\)"),
+        ({"deterministic": True}, "second pass would count as a micro-batch.*Shard it without deterministic=True"),
+    ):
+        _, model = pair(**options)
+        with pytest.raises(NotImplementedError, match=text):
+            if options:
+                penalized(model, batch()[1]).backward()
+            else:
+                loss_of(model(batch()[1])).backward(create_graph=True)
+    train(*pair(), run=penalized, steps=1)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_scaled_loss(waits: bool):
     """Also where reductions are still under way when the scaler reads the gradients."""

@@ -71,8 +71,9 @@ def test_only_a_sharded_root_is_explained():
         explain(nn.Linear(2, 2))
     inner = pair()[1]
     inner(batch()[1])
-    with pytest.raises(ValueError, match="this Block is inside another sharded module"):
+    with pytest.raises(ValueError, match="this Block is inside another sharded module, call explain on the root"):
         explain(inner.blocks[0])
+    assert {event.group for event in explain(inner).events} >= set(BLOCKS)
     model = fully_shard(Net().to(device_type()), reshard_after_forward=False)
     with pytest.raises(ValueError, match=r"ends in .json, .png, .svg, .pdf, got 'step.txt'"):
         explain(model, path="step.txt")
@@ -254,9 +255,16 @@ def test_what_cannot_run_without_values_is_said():
         explain(model, inputs=())
     assert "without values" in raised.value.__notes__[0]
     assert state_of(model) == before and "_spec" in model.first.weight.__dict__
+    assert measured(model)
     model.blocks[0].up.compile(backend="eager")
     with pytest.raises(NotImplementedError, match=r"blocks.0.up is compiled"):
         explain(model, inputs=(batch()[1],))
+
+
+def measured(model) -> int:
+    with watch_activations(model) as activations:
+        loss_of(model(batch()[1])).backward()
+    return row(explain(model, activations=activations), "activations")[1]
 
 
 @on_ranks(2)
@@ -264,13 +272,13 @@ def test_what_communicates_is_refused():
     class Talks(Net):
         def forward(self, x):
             x = super().forward(x)
-            dist.all_reduce(x)
+            dist.all_reduce(x.detach().clone())
             return x
 
     _, model = pair(Talks)
     with count_collectives() as counts, pytest.raises(NotImplementedError, match="forward communicates"):
         explain(model, inputs=(batch()[1],))
-    assert not counts
+    assert not counts and measured(model)
     mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("dp_shard", "tp"))
     model = nn.Linear(4, 4, device=device_type())
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))

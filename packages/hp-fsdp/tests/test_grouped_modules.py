@@ -10,7 +10,7 @@ import torch
 from fsdp_models import Net, batch, compared, data_mesh, groups_of, loss_of, rows, same_gradients, seeded, train
 from torch import nn
 
-from hp_fsdp import clip_grad_norm_, explain, full_state_dict, fully_shard
+from hp_fsdp import clip_grad_norm_, explain, full_state_dict, fully_shard, watch_activations
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 
@@ -150,6 +150,9 @@ def test_what_cannot_be_one_group():
     holder = fully_shard(nn.Sequential(model.first, model.norm), data_mesh())
     with pytest.raises(RuntimeError, match=r"Linear is in one group with modules of Sequential, but not in"):
         holder(torch.ones(2, 5, dtype=torch.float64, device=device_type()))
+    x = batch()[0]
+    torch.testing.assert_close(fully_shard(model, data_mesh())(x), seeded(Tied)(x))  # it holds all of them
+    model.head(model(x, head=False))
     # A module inside of another one of the list is in its group anyway.
     net: Any = seeded(Net)
     fully_shard([net, net.first], data_mesh())
@@ -159,5 +162,8 @@ def test_what_cannot_be_one_group():
 @on_ranks(1)
 def test_explain_refuses_such_groups():
     _, model = sharded()
-    with pytest.raises(NotImplementedError, match="explain: LayerNorm, Linear are one group, and when it is gathered"):
+    with pytest.raises(NotImplementedError, match="explain: LayerNorm, Linear are one group, .*with watch_activations"):
         explain(model)
+    with watch_activations(model) as activations:
+        loss_of(model(batch()[1])).backward()
+    assert activations.peak > 0

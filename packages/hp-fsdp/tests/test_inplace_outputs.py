@@ -219,6 +219,13 @@ def test_torchs_grad_comes_by_outputs():
     model(own)
     with pytest.raises(RuntimeError, match="torch.autograd.grad only with respect to such a parameter"):
         torch.autograd.grad(scaled(model.kept[1]), own)
+    reference, model = kept_pair(reshard=False)
+    for net, given in ((reference, x), (model, own)):
+        net(given)
+    got, expected = (
+        torch.autograd.grad(scaled(net.kept[1]), given)[0] for net, given in ((model, own), (reference, x))
+    )
+    torch.testing.assert_close(got / 2, rows(expected), rtol=1e-12, atol=1e-14)
 
 
 @on_ranks(2)
@@ -250,6 +257,12 @@ def test_a_freed_parameter_is_refused_where_two_calls_wait():
     with pytest.raises(RuntimeError, match=r"backward needs parameters that are freed\. It came to a sharded"):
         scaled(kept[1]).backward()
     assert first.shape == second.shape
+    reference, model = kept_pair(reshard=False)
+    for net in (reference, model):
+        kept = net(x) is not None and list(net.kept)
+        net(x)
+        scaled(kept[1]).backward()
+    same_gradients(model, reference)
 
 
 class Penalized(nn.Module):

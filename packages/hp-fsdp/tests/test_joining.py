@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from hp_dtensor import DTensor, init_empty_weights, init_parameters
-from hp_fsdp import fully_shard, load_full_state_dict
+from hp_fsdp import StateDictOptions, fully_shard, load_full_state_dict, set_model_state_dict
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device
@@ -116,10 +116,16 @@ def test_what_joins_and_cannot_be_taken_in():
     model.last.bias = None
     with pytest.raises(RuntimeError, match=r"'last.bias' of Net is no longer in Linear: modules that move parameters"):
         model(batch()[1])
+    train(*pair(lambda: weight_normed(Net())), steps=1)
     _, model = pair()
     model.last.weight = model.blocks[0].up.weight
     with pytest.raises(RuntimeError, match=r"'last.weight' of Net was replaced|that of a group already"):
         model(batch()[1])
+
+
+def weight_normed(net: Any) -> Any:
+    nn.utils.parametrizations.weight_norm(net.last)
+    return net
 
 
 def optimized(net: nn.Module) -> torch.optim.Optimizer:
@@ -279,8 +285,9 @@ def test_a_sharded_model_is_cast(prepared: bool):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     train(reference, model, steps=2, run=lambda net, x: loss_of(net(x.float())), limit=1e-5)
     model.first.double()
-    with pytest.raises(RuntimeError, match=r"'first.weight' of Net is torch.float64 on .*, 'last.weight' is"):
+    with pytest.raises(RuntimeError, match=r"'first.weight' of Net is torch.float64 on .*, 'last.weight' is.*or none"):
         model(batch()[1])
+    train(reference.double(), model.double(), steps=1, limit=1e-5)
 
 
 class Marked(nn.Parameter):
@@ -310,8 +317,21 @@ def test_classes_of_parameters():
         TypeError, match=r"'weight' is a .*Wrapped, a tensor subclass.*fsdp_pre_all_gather\) would be lost"
     ):
         fully_shard(model, data_mesh())
-    with pytest.raises(TypeError, match=r"'weight' is lazy and has no shape yet"):
-        fully_shard(nn.LazyLinear(3), data_mesh())
+    fully_shard(nn.Sequential(model), data_mesh(), ignored_params=[model.weight])(torch.ones(3))
+    model.weight = nn.Parameter(model.weight.detach().as_subclass(torch.Tensor))
+    fully_shard(model, data_mesh())(torch.ones(3))
+    lazy: Any = nn.LazyLinear(3)
+    with pytest.raises(TypeError, match=r"'weight' is lazy and has no shape yet. Run a forward before"):
+        fully_shard(lazy, data_mesh())
+    torch.manual_seed(3)
+    expected = lazy(torch.ones(2, 3)).detach()
+    if torch.distributed.get_rank() == 0:
+        load = {name: tensor.clone() for name, tensor in lazy.state_dict().items()}
+    else:
+        load = {}
+    fully_shard(lazy, data_mesh())
+    set_model_state_dict(lazy, load, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    torch.testing.assert_close(lazy(torch.ones(2, 3)), expected)
     model = seeded(Net)
     loss_of(model(batch()[1])).backward()
     with pytest.raises(ValueError, match=r"'first.weight' has a gradient, of this rank's own"):

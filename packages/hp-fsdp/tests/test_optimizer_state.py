@@ -254,6 +254,9 @@ def test_names_groups_and_optimizers_may_be_cut_in_another_way():
     ]
     with pytest.raises(ValueError, match="was saved with .* others of its group with"):
         set_optimizer_state_dict(model, second, mixed, options=FULL)
+    apart = torch.optim.AdamW([{"params": [parameter]} for parameter in parameters])
+    set_optimizer_state_dict(model, apart, mixed, options=FULL)
+    assert [group["lr"] for group in apart.param_groups] == [float(i) for i in range(len(parameters))]
 
 
 @on_ranks(1, 2)
@@ -273,3 +276,4 @@ def test_what_does_not_fit_is_refused():
     optimizer = torch.optim.AdamW(Net().parameters())
     with pytest.raises(ValueError, match=r"parameters of AdamW are not the model's, the first of shape \(7, 5\)"):
         get_optimizer_state_dict(early, optimizer)
+    get_optimizer_state_dict(early, torch.optim.AdamW(early.parameters()))

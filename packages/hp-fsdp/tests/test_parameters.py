@@ -23,7 +23,7 @@ from fsdp_models import (
 from torch import nn
 
 from hp_dtensor import DTensor, RaggedShard, init_empty_weights, init_parameters
-from hp_fsdp import StateDictOptions, fully_shard, set_model_state_dict
+from hp_fsdp import StateDictOptions, full_state_dict, fully_shard, load_full_state_dict, set_model_state_dict
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device
@@ -321,10 +321,16 @@ def test_values_set_from_outside_are_used():
 
 @on_ranks(2)
 def test_a_replaced_parameter_is_an_error():
-    _, model = pair()
+    reference, model = pair()
+    state, sharded = full_state_dict(model), model.first.weight
     model.first.weight = nn.Parameter(torch.zeros(7, 5, dtype=torch.float64))
     with pytest.raises(RuntimeError, match=r"'first.weight' of Net was replaced by Parameter that is not laid out as"):
         model(batch()[1])
+    model.first.weight = sharded
+    state["first.weight"] = torch.zeros_like(state["first.weight"])
+    load_full_state_dict(model, state)
+    nn.init.zeros_(reference.first.weight)
+    train(reference, model, steps=1)
 
 
 @on_ranks(2)

@@ -105,6 +105,19 @@ def test_after_a_refused_write_the_model_trains():
     model[0].write = lambda code, value: None
     model(x).square().mean().backward()
     assert model[0].project.weight.grad is not None
+    with torch.no_grad():
+        model[0].codes.fill_(2.0)  # outside of forward
+    assert model[0].codes.full_tensor().eq(2).all()
+    for buffer in (True, False):
+        model = seeded(lambda: nn.Sequential(Codes(WRITES["copy_"]), nn.Linear(8, 4)))
+        ignored = [model[0].codes]
+        if buffer:
+            del model[0].codes
+            model[0].register_buffer("codes", ignored.pop().detach())
+        fully_shard(model[0], data_mesh(), ignored_params=ignored)
+        fully_shard(model, data_mesh(), ignored_params=ignored)
+        model(x).square().mean().backward()
+        assert model[0].codes.eq(2).all() and model[0].project.weight.grad is not None
 
 
 @on_ranks(2)
@@ -112,6 +125,10 @@ def test_an_embedding_that_shortens_its_rows_is_refused():
     model = fully_shard(seeded(lambda: nn.Embedding(6, 8, max_norm=0.1)), data_mesh())
     with pytest.raises(RuntimeError, match=r"forward of Embedding wrote to one of its parameters \(weight\)"):
         model(torch.arange(3, device=next(model.parameters()).device))
+    ignored = seeded(lambda: nn.Sequential(nn.Embedding(6, 8, max_norm=0.1), nn.Linear(8, 2)))
+    fully_shard(ignored, data_mesh(), ignored_params=[ignored[0].weight])
+    ignored(torch.arange(3, device=device_type())).sum().backward()
+    assert ignored[0].weight[:3].norm(dim=1).le(0.1 + 1e-6).all()
 
 
 @on_ranks(2)
