@@ -120,6 +120,8 @@ def test_decoding_is_refused() -> None:
     padded[1, : 3 - dist.get_rank()] = 0
     with pytest.raises(ValueError, match=r"token 8 of the sequence has position id 0, the one before it 7"):
         model.generate(part["input_ids"].expand(2, -1), attention_mask=padded, max_new_tokens=1, do_sample=False)
+    plain = build("llama", None).eval()
+    assert plain.generate(ids, max_new_tokens=2, do_sample=False).shape[1] <= LENGTH + 2  # without the style
 
 
 @on_ranks(2)
@@ -147,6 +149,9 @@ def test_position_ids_that_are_not_those_of_the_tokens() -> None:
         text = f"sharded with load_balance={not balance}, the style has load_balance={balance}"
         with pytest.raises(ValueError, match=text):
             model(input_ids=ids, position_ids=other, use_cache=False)
+        logits = model(input_ids=ids, position_ids=part["position_ids"], use_cache=False).logits
+        want = model.model(input_ids=ids, position_ids=part["position_ids"], use_cache=False).last_hidden_state
+        torch.testing.assert_close(logits, model.lm_head(want))
         if dist.get_rank():
             ids, other = ids[:, :-2], other[:, :-2]
         with pytest.raises(ValueError, match=r"parts of different shapes.* rank 0: \[2, 4, 8, .* rank 1: \[2, 4, 6, "):

@@ -68,22 +68,29 @@ def _joined(positions: list[int], size: int, load_balance: bool = False, **more:
 def test_what_position_ids_are_refused() -> None:
     with pytest.raises(ValueError, match="count from 0 to 3 on each of the 2 ranks. .* so does generate..: pass"):
         _joined([0, 1, 2, 3, 0, 1, 2, 3], 2)
+    assert _joined(list(range(8)), 2) == ()
+    assert _joined([0, 1, 2, 3, 0, 1, 2, 3], 2, True, packed=True) == ((Segment(0, 0), Segment(4, 1)),)
     with pytest.raises(ValueError, match="sharded with load_balance=True, the style has load_balance=False"):
         _joined([0, 1, 6, 7, 2, 3, 4, 5], 2, packed=True)
     with pytest.raises(ValueError, match="sharded with load_balance=False, the style has load_balance=True"):
         _joined([0, 1, 4, 5, 6, 7, 2, 3], 2, True)
     with pytest.raises(ValueError, match="token 4 .* position id 0, the one before it 3, .* cannot be recognised"):
         _joined([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7], 3)
+    assert _joined([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7], 3, True, packed=True) == ((Segment(0, 0), Segment(4, 1)),)
     with pytest.raises(
         ValueError, match="token 4 .* position id 0, the one before it 0, .* there is an attention_mask"
     ):
         _joined([0, 1, 2, 0, 0, 1, 2, 3], 2, joined=True)
+    three = ((Segment(0, 0), Segment(3, 1), Segment(4, 2)),)
+    assert _joined([0, 1, 2, 0, 0, 1, 2, 3], 2, True, packed=True) == three
     with pytest.raises(ValueError, match="token 4 .* position id 5, the one before it 0, but a document begins at 0"):
         _joined([0, 1, 2, 0, 5, 6, 7, 8], 2, packed=True)
     one, other = _parts([0, 1, 0, 1, 2, 3, 0, 1], [True] * 8, 2, False)
     mixed = [Part(one.rows, packed=True), Part(other.rows, joined=True)]
     with pytest.raises(ValueError, match=r"ranks \[0\] keep documents apart .* those of ranks \[1\] have one"):
         joined_parts(mixed, length=4, load_balance=False, ranks=[0, 1])
+    for alike in ({"packed": True}, {"joined": True}):  # a mask on no rank, or on all
+        _joined([0, 1, 0, 1, 2, 3, 0, 1], 2, **alike)
     some = [one, Part(other.rows, positioned=False)]
     with pytest.raises(ValueError, match=r"ranks \[1\] pass no position_ids, but the others do"):
         joined_parts(some, length=4, load_balance=False, ranks=[0, 1])

@@ -89,6 +89,13 @@ def test_what_attention_is_not_computed() -> None:
         assert not torch.overrides._get_current_function_mode_stack()
     assert module(q[:, :, :4], q, q).shape == (1, 4, 4, 2), "fewer queries than keys"
     assert module(q, q, q, dropout_p=0.0).shape == q.shape
+    placed = distribute_tensor(q, mesh, [R]).redistribute(placements=[Shard(2)])
+    assert module(placed, placed, placed).shape == q.shape
+    padded = distribute_tensor(rand(1, 4, 8, 2), mesh, [Shard(2)])
+    assert module(padded, padded, padded).shape == padded.shape
+    mask = torch.ones(12, 12, dtype=torch.bool, device=device_type()).tril()
+    whole = parallelize_module(Given(), mesh, ContextParallel(qkv_indices=(0, 1, 2), seq_dim=2, head_dim=1))
+    torch.testing.assert_close(whole(q, q, q, attn_mask=mask), module(q, q, q, is_causal=True))
     assert module(q, q[:, :2], q[:, :2], enable_gqa=True).shape == q.shape
     ring = parallelize_module(Given(), mesh, ContextParallel(ulysses_degree=1))
     assert ring(q[:, :3], q[:, :3], q[:, :3]).shape == (1, 3, 6, 2)
@@ -121,6 +128,8 @@ def test_parts_of_unequal_length_are_found_out() -> None:
     text = "rank, but q .* has length 3" if dist.get_rank() else r"ranks \[1\] refuse this step"
     with pytest.raises(ValueError, match=text):
         balanced(*[torch.ones(1, 4, 4 - dist.get_rank(), 2, device=device_type())] * 3)
+    part = context_parallel_shard(torch.ones(1, 4, 8, 2, device=device_type()), mesh, seq_dim=2, load_balance=True)
+    torch.testing.assert_close(balanced(part, part, part), part)
 
 
 @on_ranks(2)
@@ -329,6 +338,7 @@ def test_async_arguments_and_what_comes_between() -> None:
         parallelize_module(Attention(), mesh, AsyncContextParallel(v_proj="w"))
     with pytest.raises(ValueError, match="with ulysses_degree=1 over 2 ranks no projection's output"):
         parallelize_module(Attention(), mesh, AsyncContextParallel(v_proj="v", ulysses_degree=1))
+    parallelize_module(Attention(), mesh, ContextParallel(ulysses_degree=1))(x)
     unknown = parallelize_module(Attention(), mesh, AsyncContextParallel(v_proj="v"))
     with pytest.raises(ValueError, match="must be .batch, sequence, heads . head_size., with head_size"):
         unknown(x)
@@ -337,6 +347,8 @@ def test_async_arguments_and_what_comes_between() -> None:
     parallelize_module(late, mesh, AsyncContextParallel(q_proj="q", v_proj="v", head_size=SIZE))
     with pytest.raises(RuntimeError, match="attention is called before the projections of q, v ran"):
         late(x)
+    late = _patched(Attention(), late.forward)
+    assert parallelize_module(late, mesh, ContextParallel())(x).shape == (1, HEADS, 4, SIZE)  # both left out
     assert not torch.overrides._get_current_function_mode_stack()
 
 
@@ -439,6 +451,8 @@ def test_keys_of_earlier_calls_are_refused(degree: int | None, own: bool) -> Non
             ):
                 module(x[:, :new], *cache)
             assert "all_to_all" not in str(counts), "nothing but the comparison is sent"
+        module.kept = None
+        assert module(x[:, :2]).shape == (1, HEADS, 2, SIZE), "of keys of this call"
 
 
 @on_ranks(2)

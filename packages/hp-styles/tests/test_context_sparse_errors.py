@@ -82,6 +82,9 @@ def test_inputs_that_do_not_fit() -> None:
         balanced(x[:, :3], x[:, :3])
     assert dict(counts) == {"all_gather": 1}
     assert module(x, x) is x, "and is right again"
+    whole = distribute_tensor(x, mesh, [R])
+    for other in (x, whole.redistribute(placements=[Shard(1)])):
+        assert module(shard, shard, other=other).placements == (Shard(1),)
 
 
 @on_ranks(2)
@@ -241,6 +244,11 @@ def test_early_keys_that_are_something_else() -> None:
         for _ in range(2):
             with pytest.raises((RuntimeError, ValueError), match=message):
                 module(x)
+        if "tokens" not in message:  # left out of the projections, a key is sent when the core runs
+            left = Uses(do)
+            parallelize_module(left.core, mesh, DSASparseAttentionContextParallel(positions=None))
+            found = left(x)
+            assert (found[1] if isinstance(found, tuple) else found).shape == x.shape
     style = AsyncDSASparseAttentionContextParallel(core="core", projections={"key": "proj"}, positions=None)
     views = parallelize_module(Uses(lambda m, x: m.core(x, m.proj(x).unflatten(-1, (2, 2)))), mesh, style)
     views.core.give = lambda query, key: key
@@ -261,7 +269,9 @@ def test_what_is_compiled() -> None:
         parallelize_module(module if "Async" in repr(style) else module.core, _mesh(), style)
         with pytest.raises(NotImplementedError, match="modules with this style can't be compiled"):
             torch.compile(module, backend="eager")(_rand(2, 4, 4))
-        module(_rand(2, 4, 4))
+        x = _rand(2, 4, 4)
+        outer = torch.compile(nn.Sequential(torch.compiler.disable(module)), backend="eager")
+        torch.testing.assert_close(outer(x), module(x))
 
 
 @on_ranks(2)

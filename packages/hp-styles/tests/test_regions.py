@@ -333,6 +333,13 @@ def test_errors_name_what_to_change():
         ValueError, match=r"the experts' drop drops with p = 0.5: each rank would draw for its own features"
     ):
         parallelize_module(Block(drop=0.5), mesh, {"experts": "moe_tp_experts"})
+
+    def without_dropping():
+        block = Block(drop=0.5)
+        block.experts.drop.p = 0.0
+        return block
+
+    compare(without_dropping, BY_FEATURE)
     with pytest.raises(NotImplementedError, match="WholeExperts is for a parameter, got Linear; name the parameter"):
         parallelize_module(Block(), mesh, {"gate": "grouped_gemm"})
     with pytest.raises(NotImplementedError, match="ExpertsParallel is for a module, not for the parameter 'scale'"):
@@ -345,3 +352,4 @@ def test_errors_name_what_to_change():
         parallelize_module(Block().to(device_type()), mesh, {**both, "gate": "replicate"})(x)
     with pytest.raises(ValueError, match=r"Linear turned \(6, 8\) into \(6, 12\), so it is not elementwise"):
         parallelize_module(nn.Linear(HIDDEN, INNER), mesh, "pointwise")(x)
+    compare(lambda: nn.Linear(HIDDEN, INNER), "plain")
