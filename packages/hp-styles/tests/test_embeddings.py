@@ -81,6 +81,14 @@ def test_options_that_are_refused(style: str) -> None:
     mesh, ids = init_device_mesh(device_type(), (2,), ("tp",)), torch.tensor([0, 1], device=device_type())
     options: Any
     for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
-        module = parallelize_module(nn.Embedding(4, 4, device=device_type(), **options), mesh, style)
-        with pytest.raises(NotImplementedError, match="max_norm, scale_grad_by_freq and sparse are not supported"):
-            module(ids)
+        torch.manual_seed(1)
+        reference = nn.Embedding(4, 4, device=device_type(), **options)
+        refused, followed = copy.deepcopy(reference), copy.deepcopy(reference)
+        with pytest.raises(NotImplementedError, match="leave sparse out, .* lay the weight out as Replicate"):
+            parallelize_module(refused, mesh, style)(ids)
+        followed.sparse = reference.sparse = False
+        parallelize_module(followed, mesh, style if "sparse" in options else "replicate")
+        for module, given in ((reference, ids), (followed, distribute_tensor(ids, mesh, [R]))):
+            module(given).square().sum().backward()
+        torch.testing.assert_close(followed.weight.full_tensor(), reference.weight)
+        torch.testing.assert_close(followed.weight.grad.full_tensor(), reference.weight.grad)

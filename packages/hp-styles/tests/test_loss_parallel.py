@@ -221,8 +221,16 @@ def test_what_is_refused(ranks: int) -> None:
             F.cross_entropy(x, t, weight[:6])
         with pytest.raises(ValueError, match="pass weight.detach"):
             F.cross_entropy(x, t, weight.requires_grad_())
+        found = F.cross_entropy(x, t, weight.detach()), F.cross_entropy(x.redistribute(placements=[R, Shard(1)]), t)
+    expected = F.cross_entropy(logits, target, weight.detach()), F.cross_entropy(logits, target)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.full_tensor(), want)
+    with loss_parallel():
         with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none', got 'avg'"):
             F.cross_entropy(x, t, reduction="avg")
+    for wrong in (x.redistribute(placements=[Shard(0), R]), x):  # outside of loss_parallel
+        torch.testing.assert_close(F.cross_entropy(wrong, t).full_tensor(), expected[1])
+    torch.testing.assert_close(F.cross_entropy(x, x).full_tensor(), F.cross_entropy(logits, logits))
     with pytest.raises(ValueError, match="a plain tensor of shape .* meets a DTensor"):
         F.cross_entropy(x, target)
     with implicit_replication():
@@ -237,6 +245,16 @@ def test_what_is_refused(ranks: int) -> None:
     ):
         with loss_parallel(z_loss=0.1):
             F.cross_entropy(logits, target)
+    with loss_parallel(z_loss=0.1):
+        F.cross_entropy(x, t)
     y = x.detach().requires_grad_()
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(F.cross_entropy(y, t), y, create_graph=True)
+    plain, seconds = logits.detach().requires_grad_(), []
+    for given, of, loss in (
+        (plain, target, F.cross_entropy),
+        (y, t, lambda y, t: F.cross_entropy(y.redistribute(placements=[Shard(0), R]), t)),
+    ):
+        (first,) = torch.autograd.grad(loss(given, of), given, create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), given)[0])
+    torch.testing.assert_close(seconds[1].full_tensor(), seconds[0])

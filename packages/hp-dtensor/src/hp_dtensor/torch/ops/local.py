@@ -261,7 +261,7 @@ def embedding(call: Call) -> Any:
     if sharded and (bound["max_norm"] is not None or bound["scale_grad_by_freq"] or bound["sparse"]):
         raise NotImplementedError(
             "F.embedding on a sharded weight: max_norm, scale_grad_by_freq and sparse are not supported, since they"
-            " need all of its rows; leave them out, or redistribute the weight to Replicate()"
+            " need all of its rows; leave sparse out, and for the others lay the weight out as Replicate()"
         )
     if not axes:
         if bound["max_norm"] is not None:
