@@ -224,6 +224,7 @@ def test_an_index_that_does_not_fit_is_an_error_on_all_ranks() -> None:
         x[1:3] = distribute_tensor(rand(3, 4), mesh, [R])
     with pytest.raises(ValueError, match="a plain tensor of shape"):
         x[1:3] = rand(2, 4)
+    x[1:3] = distribute_tensor(rand(6, 4)[1:3], mesh, [R])
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         x.detach().requires_grad_()[0] = 1.0
     torch.testing.assert_close(x.full_tensor(), rand(6, 4))

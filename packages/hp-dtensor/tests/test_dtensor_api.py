@@ -155,6 +155,7 @@ def test_factories() -> None:
     assert ones(device_mesh=mesh).shape == ()
     with pytest.raises(ValueError, match=r"zeros: placements \(Partial\(\),\) hold a Partial"):
         zeros(4, device_mesh=mesh, placements=[P])
+    assert zeros(4, device_mesh=mesh, placements=[R]).full_tensor().eq(0).all()
     assert (
         rand(4, device_mesh=mesh, placements=[RaggedShard((0,), (3, 1))]).local_shape
         == ((3,), (1,))[mesh.get_local_rank()]
@@ -292,6 +293,7 @@ def test_copies_and_pickles() -> None:
     assert shared[0] is shared[1]
     with pytest.raises(RuntimeError, match="only DTensors that are leaves"):
         copy.deepcopy(x * 2)
+    assert torch.equal(copy.deepcopy((x * 2).detach()).full_tensor(), (x * 2).full_tensor())
 
 
 @on_ranks(2)
@@ -366,6 +368,7 @@ def test_operands_on_different_meshes() -> None:
         ValueError, match="add: operands are on different meshes, DeviceMesh.* and DeviceMesh.*; redistribute"
     ):
         x + y
+    assert torch.equal((x + y.redistribute(x.device_mesh, [Shard(0)])).full_tensor(), 2 * _arange(4))
 
 
 @on_ranks(2)
@@ -376,6 +379,7 @@ def test_no_rule() -> None:
         match=r"no sharding rule for .*fft.* \(DTensors: \(4, 4\) \(Shard\(0\),\)\)\. Give it one",
     ):
         torch.fft.fft(x)
+    assert torch.equal(torch.fft.fft(x.full_tensor()), torch.fft.fft(_arange(4, 4)))
 
 
 @on_ranks(2)
@@ -386,6 +390,7 @@ def test_writing_in_place_never_moves() -> None:
         _dt(4, 3, placement=P).add_(x)
     with pytest.raises(RuntimeError, match="would have to be redistributed first"):
         _dt(4, 3, placement=P).relu_()
+    assert torch.equal(_dt(4, 3, placement=P).relu().full_tensor(), _arange(4, 3))
     row = distribute_tensor(_arange(3), x.device_mesh, [Shard(0)])
     assert x.add_(row) is x and torch.equal(x.full_tensor(), before + _arange(3))
     replicated = _dt(4, 3, placement=R)

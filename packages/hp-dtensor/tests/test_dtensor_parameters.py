@@ -107,6 +107,8 @@ def test_requires_grad_data_and_grad() -> None:
     assert x.placements == (R,) and x.shape == (5, 2)
     with pytest.raises(TypeError, match="data of a DTensor must be a DTensor"):
         x.data = _arange(5, 2)
+    x.data = distribute_tensor(_arange(5, 2), x.device_mesh, [R])
+    assert torch.equal(x.full_tensor(), _arange(5, 2))
     with pytest.raises(TypeError, match=r"grad of a DTensor must be a DTensor or None, got Tensor of shape \(5, 2\)"):
         x.grad = _arange(5, 2)
     with pytest.raises(

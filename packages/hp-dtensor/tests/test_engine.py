@@ -208,6 +208,8 @@ def test_errors_of_gradients_to_start_from() -> None:
             call(_place(x[:, :5].clone(), mesh, Shard(0), grad=False))
         with pytest.raises(RuntimeError, match=r"plain tensor of shape \(4, 6\).*local part has \(2, 6\); pass a DT"):
             call(x)
+        call(_place(x, mesh, Shard(0), grad=False))
+        call(x.chunk(2)[mesh.get_local_rank()])
     with pytest.raises(RuntimeError, match="cannot be empty"):
         given.sum().backward(inputs=[])
 
@@ -247,12 +249,16 @@ def test_the_gradient_of_a_gradient_through_a_move_to_parts_of_a_sum(placement: 
 
 @on_ranks(2)
 def test_a_graph_on_the_grad_of_parts_of_a_sum() -> None:
-    mesh = _mesh()
-    given = _part(_rand(4), mesh)
+    mesh, x = _mesh(), _rand(4)
+    given = _part(x, mesh)
     with pytest.warns(UserWarning, match="create_graph=True"):
         (given**3).sum().backward(create_graph=True)
     with pytest.raises(RuntimeError, match=r"placed \(Partial\(\),\) after backward\(create_graph=True\).*d.grad\("):
         _ = given.grad
+    (grad,) = torch.autograd.grad((given**3).sum(), given, create_graph=True)
+    whole = _part(x, mesh).detach().reduce_partial().requires_grad_()
+    (whole**3).sum().backward(create_graph=True)
+    _close([grad.detach(), whole.grad.detach()], [3 * x**2] * 2)
 
 
 @on_ranks(2)

@@ -86,6 +86,8 @@ def test_an_autograd_function_of_ones_own():
     assert type(Scaled.apply(x, y)) is torch.Tensor
     with pytest.raises(ValueError, match="mixed"):
         Scaled.apply(distribute_tensor(x, mesh, [Shard(0)]), y)
+    made = Scaled.apply(*(distribute_tensor(each, mesh, [Shard(0)]) for each in (x, y)))
+    torch.testing.assert_close(made.full_tensor(), x * y)
 
 
 class Unnamed(DFunction):
@@ -101,6 +103,8 @@ def test_a_function_names_a_rule():
         Unnamed.apply(x)
     with mock.patch.object(Unnamed, "_op_name", "multiply"), pytest.raises(ValueError, match="Unknown rule 'multiply'"):
         Unnamed.apply(x)
+    with mock.patch.object(Unnamed, "_op_name", "pointwise"):
+        torch.testing.assert_close(Unnamed.apply(x).full_tensor(), whole(4))
 
 
 @on_ranks(2)

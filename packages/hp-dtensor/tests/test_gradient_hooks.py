@@ -164,6 +164,12 @@ def test_who_watches_a_redistributed_value_too_late_is_told() -> None:
         assert not counts
     loss.backward()
     close(x.grad, rand(8, 6).sum(0).expand(4, 6))
+    whole, seen = (x * 1.0).redistribute(placements=[R]), []
+    whole.retain_grad()  # before its first use
+    whole.register_hook(seen.append)
+    F.linear(whole, weight).sum().backward()
+    close(whole.grad, rand(8, 6).sum(0).expand(4, 6))
+    close(seen[0], rand(8, 6).sum(0).expand(4, 6))
 
 
 @on_ranks(2)

@@ -58,6 +58,7 @@ def test_what_is_a_sum_is_not_written_part_by_part():
     same(parts[0].add_(parts[1]), whole * factor * 2 + factor)
     with pytest.raises(RuntimeError, match="add_"):
         parts[0].add_(1.5)
+    same(parts[0].reduce_partial().add_(1.5), whole * factor * 2 + factor + 1.5)
 
 
 @on_ranks(2)
@@ -174,6 +175,8 @@ def test_what_a_partial_written_in_place_would_need_is_said() -> None:
     given = DTensor.from_local(torch.ones(3, device=device_type()), mesh, [Partial()])
     with pytest.raises(RuntimeError, match=r"add_: .* is Partial\(\) on axis 0 .*Partial: x = x\.reduce_partial\(\)"):
         given.add_(1.0)
+    given = given.reduce_partial()
+    assert given.add_(1.0).full_tensor().tolist() == [3.0] * 3
 
 
 @on_ranks(2)
@@ -187,6 +190,9 @@ def test_a_function_with_inplace_writes_its_operand_or_refuses() -> None:
         partial = distribute_tensor(whole, mesh, [Partial()]) * 1
         with pytest.raises(RuntimeError, match="inplace=True.* it would have to be moved .* leave inplace=True out"):
             func(partial, inplace=True)
+        moved = partial.redistribute(placements=[Replicate()])
+        for made in (func(moved, inplace=True), moved, func(partial)):
+            assert torch.allclose(made.full_tensor().cpu(), func(whole))
 
 
 @on_ranks(2)
@@ -233,6 +239,12 @@ OVERLAPPING: dict[str, Any] = {
     "expanded": lambda x: x.expand(3, 4, 4).add_(1),
     "expanded column": lambda x: x[:, :1].expand(4, 4).mul_(0.5),
 }
+CLONED: dict[str, Any] = {
+    "transposed": lambda x: x.add_(x.t().clone()),
+    "flat": lambda x: x.view(-1)[1:].add_(x.view(-1)[:-1].clone()),
+    "expanded": lambda x: x.expand(3, 4, 4).clone().add_(1),
+    "expanded column": lambda x: x[:, :1].expand(4, 4).clone().mul_(0.5),
+}
 APART: dict[str, Any] = {
     "columns": lambda x: x[:, 0].add_(x[:, 1]),
     "rows": lambda x: x[0].add_(x[1]),
@@ -257,6 +269,8 @@ def test_a_write_to_memory_that_is_read_is_refused_on_all_ranks(name: str, place
     with pytest.raises(RuntimeError, match=r"unsupported operation: .*clone\(\) "):
         OVERLAPPING[name](x)
     assert torch.equal(x.full_tensor(), before)
+    if name in CLONED:
+        assert torch.equal(CLONED[name](x).full_tensor(), CLONED[name](before.clone()))
 
 
 @on_ranks(2)

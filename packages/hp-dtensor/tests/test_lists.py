@@ -125,9 +125,17 @@ def test_what_can_not_be_mixed_is_said() -> None:
     x = rand(4, 6)
     with pytest.raises(ValueError, match=r"add_: writing a DTensor of shape \(4, 6\) into a plain tensor"):
         torch._foreach_add_([x.clone()], [place(x, Shard(0))])
+    torch._foreach_add_(plain := [x.clone()], [place(x, Shard(0)).full_tensor()])
+    assert torch.equal(plain[0], x * 2)
     with pytest.raises(ValueError, match=r"a plain tensor of shape \(4, 6\) meets a DTensor of shape \(\)"):
         torch._foreach_mul([x], place(x, Shard(0)).sum())
-    state = [[place(x, Shard(0))], [place(x, Shard(1))], *([place(x, Shard(0))] for _ in range(2)), []]
+    close(torch._foreach_mul([place(x, Replicate())], place(x, Shard(0)).sum()), [x * x.sum()])
+    state = [[place(x.abs(), Shard(dim))] for dim in (0, 1, 0, 0)] + [[]]
     options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False}
     with pytest.raises(ValueError, match=r"_fused_adamw_: element 0 is a DTensor .* to one layout first"):
         torch._fused_adamw_(*state, [torch.ones(())], maximize=False, **options)
+    plains = [[x.abs()] for _ in range(4)]
+    state[1] = [state[1][0].redistribute(placements=[Shard(0)])]
+    torch._fused_adamw_(*state, [torch.ones(())], maximize=False, **options)
+    torch._fused_adamw_(*plains, [], [torch.ones(())], maximize=False, **options)
+    close(state[0], plains[0])

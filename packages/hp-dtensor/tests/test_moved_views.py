@@ -282,15 +282,20 @@ def test_what_is_no_view_on_one_device() -> None:
 def test_what_can_not_be_written_is_refused() -> None:
     with pytest.raises(RuntimeError, match="unsupported operation"):
         placed(rand(1, 6), Shard(0)).expand(3, 6).mul_(2.0)
+    close(placed(rand(1, 6), Shard(0)).expand(3, 6).clone().mul_(2.0), rand(1, 6).expand(3, 6) * 2)
     view = placed(rand(5, 6), Shard(0))[1:4]
     with pytest.raises(NotImplementedError, match="t_ of a DTensor of shape .* that is a view of another one"):
         view.t_()
+    close(view.t(), rand(5, 6)[1:4].t())
+    close(view.clone().t_(), rand(5, 6)[1:4].t())
     for shape in ((6, 6), (6, 4)):
         source = placed(rand(*shape), Shard(0))
-        view = source[1:4]
+        view, kept = source[1:4], source[1:4].clone()
         source.t_()
         with pytest.raises(RuntimeError, match="whose shape or layout was changed in place since: it is"):
             view * 1.0
+        close(source[1:4] * 1.0, rand(*shape).t()[1:4])
+        close(kept * 1.0, rand(*shape)[1:4])
 
 
 @on_ranks(2)

@@ -248,11 +248,14 @@ def test_what_a_function_cannot_take_or_give_is_refused_on_all_ranks() -> None:
     average = DTensor.from_local(torch.ones(2, device=device_type()), mesh, [Partial("avg")]).requires_grad_()
     with pytest.raises(NotImplementedError, match=r"Cubed: .* is given .* \(Partial\('avg'\),\).* reduce_partial\(\)"):
         Cubed.apply(average)
+    assert Cubed.apply(average.reduce_partial()).full_tensor().tolist() == [1.0, 1.0]
     x = distribute_tensor(torch.arange(3.0), mesh, [Shard(0)]).requires_grad_()
     with pytest.raises(NotImplementedError, match=r"Narrowed: .* returns .* \(Partial\('max'\),\).* reduce_partial"):
         Narrowed.apply(x, torch.amax, None)
+    assert Narrowed.apply(x, lambda x: torch.amax(x).reduce_partial(), None).item() == 2.0
     with pytest.raises(NotImplementedError, match=r"Narrowed: .* shape \(1,\) that is a view .* moved: clone\(\) it"):
         Narrowed.apply(x, lambda x: x[1:2], None)
+    assert Narrowed.apply(x, lambda x: x[1:2].clone(), None).item() == 1.0
     for wrong, told in (
         (lambda grad: torch.zeros(3, device=device_type()), r"is a plain tensor of shape \(3,\).*Give .* to_local\(\)"),
         (lambda grad: grad.to_local(), r"is a plain tensor of shape .*it has to be a DTensor"),
@@ -260,6 +263,9 @@ def test_what_a_function_cannot_take_or_give_is_refused_on_all_ranks() -> None:
     ):
         with pytest.raises(TypeError, match=f"Narrowed.backward: the gradient of argument 0.*{told}"):
             Narrowed.apply(x, lambda x: x * 2, wrong).sum().backward()
+    Narrowed.apply(x, lambda x: x * 2, lambda grad: grad * 2).sum().backward()
+    Narrowed.apply(x.to_local(), lambda x: x * 2, lambda grad: torch.full_like(grad, 2.0)).sum().backward()
+    assert x.grad.full_tensor().tolist() == [4.0] * 3  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match=r"of argument 0 has shape \(2,\), the argument has \(3,\)"):
         Narrowed.apply(x, lambda x: x * 2, lambda grad: grad[:2]).sum().backward()
     with warnings.catch_warnings():

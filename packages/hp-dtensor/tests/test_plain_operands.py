@@ -62,6 +62,9 @@ def test_without_leave_it_is_refused(write):
     whole, x = made(Shard(0))
     with pytest.raises(ValueError, match=r"writing a DTensor of shape \(\d, 3\) into a plain tensor of shape"):
         WRITES[write](torch.zeros_like(whole), x)
+    plain = torch.zeros_like(whole)
+    WRITES[write](plain, x.full_tensor())
+    assert torch.equal(plain, whole)
 
 
 @on_ranks(2)

@@ -76,13 +76,21 @@ def test_what_can_not_be_written_is_said() -> None:
     x = place(a, Shard(0))
     with pytest.raises(ValueError, match=r"add with out= a plain tensor of shape \(4, 6\), of DTensors: .* use"):
         torch.add(x, x, out=torch.zeros_like(a))
+    assert torch.equal(torch.zeros_like(a).copy_(torch.add(x, x).full_tensor()), a + a)
     with pytest.raises(ValueError, match=r"add with out= a DTensor of shape \(4, 6\), of nothing distributed"):
         torch.add(a, a, out=x)
+    out = place(torch.zeros_like(a), Shard(0))
+    same(torch.add(place(a, Shard(0)), x, out=out), a + a)
+    same(out.zero_().copy_(place(torch.add(a, a), Shard(0))), a + a)
     with pytest.raises(ValueError, match=r"out= a DTensor placed \(Partial\(\),\): reduce_partial\(\) it first"):
         torch.add(x, x, out=DTensor.from_local(a, x.device_mesh, [Partial()]))
+    same(torch.add(x, x, out=DTensor.from_local(a, x.device_mesh, [Partial()]).reduce_partial()), a + a)
     with pytest.raises(RuntimeError, match=r"out= a DTensor of shape \(4, 6\): the result has shape \(6,\)"):
         torch.sum(x, 0, out=place(a, Shard(0)))
+    same(torch.sum(x, 0), a.sum(0))
     with pytest.raises(RuntimeError, match=r"float64 can't be cast to the desired output type torch.int64"):
         torch.add(x, x, out=place(a.long(), Shard(0)))
     with pytest.raises(RuntimeError, match=r"out= don't support automatic differentiation"):
         torch.add(place(a, Shard(0)).requires_grad_(), x, out=place(a, Shard(0)))
+    with torch.no_grad():
+        same(torch.add(place(a, Shard(0)).requires_grad_(), x, out=place(a, Shard(0))), a + a)

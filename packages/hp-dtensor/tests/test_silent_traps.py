@@ -178,6 +178,7 @@ def test_reshaping_in_place_is_of_the_whole() -> None:
         NotImplementedError, match="squeeze_ of a DTensor of shape .* it would have to be redistributed"
     ):
         sharded.squeeze_(1)
+    close(sharded.squeeze(1), rand(4, 1, 6).squeeze(1))
 
 
 @on_ranks(3)
@@ -230,6 +231,8 @@ def test_meshes_of_one_shape_are_told_apart() -> None:
     for call in (torch.add, torch.kron):  # by a rule, and on gathered values
         with pytest.raises(ValueError, match="operands are on different meshes"):
             call(distribute_tensor(x, one, [Shard(0)]), distribute_tensor(x, other, [Shard(0)]))
+        moved = distribute_tensor(x, other, [Shard(0)]).redistribute(one, [Shard(0)])
+        close(call(distribute_tensor(x, one, [Shard(0)]), moved), call(x, x))
 
 
 @on_ranks(2)

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import func, nn
 
-from hp_dtensor import DTensor, Replicate, Shard, custom_shard, distribute_tensor, init_device_mesh
+from hp_dtensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    custom_shard,
+    distribute_tensor,
+    init_device_mesh,
+    parallelize_value_and_grad,
+)
 from hp_testing import device_type, on_ranks
 
 pytestmark = [
@@ -60,6 +68,21 @@ def test_a_transform_of_a_dtensor_is_refused(name: str) -> None:
         with pytest.raises(NotImplementedError, match=r"DTensor of shape .* is not supported: the transform would see"):
             TRANSFORMS[name](x)
         assert torch.equal((x * 2).full_tensor(), x.full_tensor() * 2), "no transform stays active"
+
+
+@on_ranks(2)
+def test_what_to_use_in_their_place() -> None:
+    mesh, whole = init_device_mesh(device_type(), (2,)), torch.rand(4, 3, device=device_type())
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    first, second = 3 * whole.square(), torch.autograd.functional.hessian(_energy, whole)
+    leaf = x.detach().requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(_energy(leaf), leaf)[0].full_tensor(), first)
+    _, (grad,) = parallelize_value_and_grad(_energy, (0,))(x)
+    torch.testing.assert_close(grad.full_tensor(), first)
+    torch.testing.assert_close(custom_shard(func.grad(_energy), mesh, [Shard(0)])(x).full_tensor(), first)
+    torch.testing.assert_close(torch.autograd.functional.hessian(_energy, x).full_tensor(), second)
+    jacobian = torch.autograd.functional.jacobian
+    torch.testing.assert_close(jacobian(_rows, x).full_tensor(), jacobian(_rows, whole))
 
 
 @on_ranks(2)
