@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import warnings
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor import DeviceMesh, DTensor, Layout, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.debugging.debug import CommDebugMode
 from hp_testing import device_type, on_ranks
 
@@ -201,18 +203,43 @@ def test_what_is_not_traced_is_named() -> None:
         with pytest.raises(Exception, match=text):
             torch.compile(function, fullgraph=True, backend="aot_eager")(x)
 
-    fails(lambda x: F.dropout(x, 0.5), "dropout of a DTensor is not traced")
-    fails(lambda x: x.amax(), "amax of a DTensor is not traced")
+    def works(function: Any, want: torch.Tensor, whole: bool = True) -> None:
+        made = torch.compile(function, fullgraph=whole, backend="aot_eager")(x)
+        torch.testing.assert_close(_whole(made), want)
+
+    one, part = x.full_tensor(), x.to_local()
+    fails(lambda x: F.dropout(x, 0.5), "dropout of a DTensor is not traced; call it on the local tensor .to_local., or")
+    works(lambda x: F.dropout(x.to_local(), 0.0), part)
+    fails(lambda x: x.amax(), "amax of a DTensor is not traced; call it on the local tensor .*torch.compiler.disable")
+    works(lambda x: x.to_local().amax(), part.amax())
+    assert torch.equal(torch.compile(lambda x: x.to_local() * 2, fullgraph=True, backend="eager")(x), part * 2)
+    works(lambda x: torch.compiler.disable(torch.amax)(x * 2), (one * 2).amax(), whole=False)
     fails(lambda x: x + torch.ones(4, 4, device=x.device), "a plain tensor; distribute")
+    works(lambda x: x + DTensor.from_local(torch.ones(2, 4, device=x.device), mesh, [Shard(0)]), one + 1)
     other = DeviceMesh(device_type(), [1, 0])
     fails(lambda x: x.redistribute(other, [Shard(0)]), "to another mesh is not traced; call it outside")
+    torch.testing.assert_close(
+        _whole(torch.compile(lambda x: x * 2, backend="aot_eager")(x).redistribute(other, [Shard(0)])), one * 2
+    )
     fails(lambda x: x.redistribute(), "redistribute: pass the target")
+    works(lambda x: x.redistribute(placements=[Replicate()]) * 2, one * 2)
+    layout = Layout((2,), ("tp",))("tp", "None")
+    fails(lambda x: x.redistribute(layout), "redistribute to a Layout is not traced; pass its placements")
+    works(lambda x: x.redistribute(placements=layout.placements) * 2, one * 2)
     fails(
         lambda x: x.redistribute(placements=[Replicate()], forward_dtype=torch.float64), "cast with to\\(dtype\\) first"
     )
+    works(lambda x: x.to(torch.float64).redistribute(placements=[Replicate()]) * 2, one.double() * 2)
     fails(
         lambda x: DTensor.from_local(x.to_local(), mesh, [Shard(0)], grad_placements=[Shard(0)]),
         "without run_check and grad",
+    )
+    works(lambda x: DTensor.from_local(x.to_local(), mesh, [Shard(0)]) * 2, one * 2)
+    again = functools.partial(checkpoint, use_reentrant=False)
+    fails(lambda x: again(torch.sin, x), "is not traced; checkpoint modules that take and return plain tensors")
+    works(lambda x: again(torch.sin, x.to_local()), part.sin())
+    torch.testing.assert_close(
+        _whole(again(torch.compile(torch.sin, fullgraph=True, backend="aot_eager"), x)), one.sin()
     )
 
 

@@ -49,21 +49,29 @@ def _stale(x: Any) -> Any:
     return view * 1
 
 
+def _fresh(x: Any) -> Any:
+    y = x.clone()
+    y.add_(1)
+    return y[1:3] * 1
+
+
 WRITES = {
-    "index": (lambda x: x[1:3].mul_(2), "mul_ would not reach its source"),
-    "chunks": (lambda x: x.chunk(3)[0].zero_(), "zero_ would not reach its source"),
-    "a view of it": (lambda x: x[1:5].t().add_(1), "add_ would not reach its source"),
-    "flat": (lambda x: x.view(3, 8).zero_(), "zero_ would not reach its source"),
-    "stale": (_stale, "mul would read the old value. Take the view after the write"),
+    "index": (lambda x: x[1:3].mul_(2), "mul_ would not reach its source", lambda x: x[1:3].clone().mul_(2)),
+    "chunks": (lambda x: x.chunk(3)[0].zero_(), "zero_ would not reach", lambda x: x.chunk(3)[0].clone().zero_()),
+    "a view of it": (lambda x: x[1:5].t().add_(1), "add_ would not reach", lambda x: x[1:5].clone().t().add_(1)),
+    "flat": (lambda x: x.view(3, 8).zero_(), "zero_ would not reach its", lambda x: x.view(3, 8).clone().zero_()),
+    "stale": (_stale, "mul would read the old value. Take the view after the write", _fresh),
 }
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_writing(name: str) -> None:
-    function, text = WRITES[name]
+    function, text, mended = WRITES[name]
+    x = _operand()
     with pytest.raises(Exception, match=f"a view of a DTensor along a sharded dim had to be redistributed.*{text}"):
-        _compiled(function)(_operand())
+        _compiled(function)(x)
+    torch.testing.assert_close(_compiled(mended)(x).full_tensor(), mended(x.full_tensor()))
 
 
 @on_ranks(2)

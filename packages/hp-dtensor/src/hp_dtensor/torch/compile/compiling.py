@@ -144,8 +144,8 @@ def _wrap(local: Any, spec: Any) -> Any:
 
 @traces_as(eager.local_of)
 def _local(x: Any) -> Any:
-    with _off():
-        return x.view_as(x)
+    graph.enter()
+    return graph.local(x)
 
 
 @traces_as(eager.redistribute)

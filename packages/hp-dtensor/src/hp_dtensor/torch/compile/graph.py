@@ -74,7 +74,7 @@ def enter() -> None:
     import torch._dynamo
     import torch._functorch.config
 
-    for function in (execute, move, vary):
+    for function in (execute, local, move, vary):
         torch._dynamo.allow_in_graph(function)
     torch._functorch.config.check_custom_op_aliasing = False
 
@@ -271,6 +271,12 @@ def execute(name: str, *operands: torch.Tensor) -> Any:
             operand._spec = spec  # type: ignore[attr-defined]
         tensors = iter(operands)
         return call.compute(_fill(call.args, tensors), {k: _fill(v, tensors) for k, v in call.kwargs.items()})
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of what goes into the graph, which may be a DTensor there."""
+    with _off():
+        return x.view_as(x)
 
 
 def move(name: str, source: str, target: str, x: torch.Tensor) -> torch.Tensor:
