@@ -113,6 +113,11 @@ def test_what_does_not_fit_a_local_map_is_said() -> None:
         {"out_placements": ([Shard(0)],)},
     ):
         close(local_map(lambda a: a, **{"out_placements": [Shard(0)], **kwargs})(x), x.full_tensor())
+    odd = rand(5, 6)  # uneven once it is redistributed
+    for target in (Shard(0), Shard(1)):
+        moved = {"in_placements": ([target],), "redistribute_inputs": True}
+        close(local_map(lambda a: a * 2, [target], **moved)(place(odd, R)), odd * 2)
+        close(custom_shard(lambda a: a * 2, x.device_mesh, [target], **moved)(place(odd, R)), odd * 2)
     pair = local_map(lambda a: (a, 3), ([Shard(0)], None))(x)  # None for one that is not a tensor
     assert pair[1] == 3
     with pytest.raises(ValueError, match=r"result 0 is a DTensor; func must return local tensors"):

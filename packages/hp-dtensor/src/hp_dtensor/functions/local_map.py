@@ -79,11 +79,9 @@ def local_map(
                 )
         mesh = dtensors[0].device_mesh if device_mesh is None else device_mesh
         varies = _varying(out_placements)
-        local = [
-            _local(index, value, in_placements, in_grad_placements, redistribute_inputs, mesh, varies)
-            for index, value in enumerate(leaves)
-        ]
-        uneven = any(map(_is_uneven, dtensors))
+        moved = [_argument(index, value, in_placements, redistribute_inputs) for index, value in enumerate(leaves)]
+        uneven = any(_is_uneven(value) for value in moved if isinstance(value, dtensor))
+        local = [_local(index, value, in_grad_placements, mesh, varies) for index, value in enumerate(moved)]
         return _placed(func(*_rebuilt(args, iter(local)), **kwargs), out_placements, mesh, uneven)
 
     return run
@@ -117,18 +115,19 @@ def custom_shard(
     varies = {axis for each in entries for axis, p in enumerate(each or ()) if not p.is_replicate()}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        dtensor, local = port.tensors().DTensor, []
+        dtensor, local, uneven = port.tensors().DTensor, [], False
         for position, value in enumerate(args):
             if isinstance(value, dtensor):
                 placements = in_placements[position] if in_placements and position < len(in_placements) else None
                 what = f"custom_shard: argument {position}"
                 if placements is not None:
                     placements = normalize(placements, value._spec.mesh, len(value._spec.shape), what)
-                value = _varied(_moved(what, value, placements, redistribute_inputs), device_mesh, varies)
+                value = _moved(what, value, placements, redistribute_inputs)
+                uneven = uneven or _is_uneven(value)
+                value = _varied(value, device_mesh, varies)
             local.append(value)
         out = fn(*local, **kwargs)
         several = isinstance(out, (tuple, list))
-        uneven = any(_is_uneven(value) for value in args if isinstance(value, dtensor))
         results = [
             value
             if placements is None
@@ -140,12 +139,10 @@ def custom_shard(
     return run
 
 
-def _local(
-    index: int, value: Any, in_placements: Any, gradients: Any, redistribute: bool, mesh: DeviceMesh, varies: set[int]
-) -> Any:
-    """Return one argument as ``func`` sees it."""
-    entry, f = None if in_placements is None else in_placements[index], port.tensors()
-    if not isinstance(value, f.DTensor):
+def _argument(index: int, value: Any, in_placements: Any, redistribute: bool) -> Any:
+    """Return one argument, a DTensor with the placements that it must have."""
+    entry = None if in_placements is None else in_placements[index]
+    if not isinstance(value, port.tensors().DTensor):
         if entry is not None and not isinstance(value, _tensor()):
             raise LocalMapError(
                 f"local_map: in_placements[{index}] is {entry}, but the argument is a {type(value).__name__}: pass None"
@@ -153,7 +150,13 @@ def _local(
             )
         return value
     placements = None if in_placements is None else _checked(index, entry, value._spec, "in_placements")
-    value = _moved(f"local_map: argument {index}", value, placements, redistribute)
+    return _moved(f"local_map: argument {index}", value, placements, redistribute)
+
+
+def _local(index: int, value: Any, gradients: Any, mesh: DeviceMesh, varies: set[int]) -> Any:
+    """Return one argument as ``func`` sees it."""
+    if not isinstance(value, port.tensors().DTensor):
+        return value
     if gradients is not None:
         return value.to_local(grad_placements=_checked(index, gradients[index], value._spec, "in_grad_placements"))
     return _varied(value, mesh, varies)
