@@ -128,14 +128,24 @@ def test_bad_input_is_refused_with_its_reason():
         x.asnumpy()
     with pytest.raises(NotImplementedError, match="no sharding rule for MindSpore's kernel"):
         ops.lgamma(x)
+    near(ops.lgamma(x.full_tensor()), ops.lgamma(plain))
     with pytest.raises(NotImplementedError, match="reduce_partial"):
         x.sum(0)[1] = 0.0
+    total = x.sum(0).reduce_partial()
+    total[1] = 0.0
+    near(total, X.sum(0) * (np.arange(6) != 1), 1e-5)
     with pytest.raises(ValueError, match="full_tensor"):
         Tensor(x)
+    near(Tensor(x.full_tensor()), X)
     with pytest.raises(ValueError, match="global shape"):
         DTensor.from_local(Tensor(X), mesh, [Shard(0)], shape=(7, 6))
+    other = distribute_tensor(Tensor(X), init_device_mesh("cpu", (2, 1)), [Replicate(), Replicate()])
     with pytest.raises(ValueError, match="different meshes"):
-        x + distribute_tensor(Tensor(X), init_device_mesh("cpu", (2, 1)), [Replicate(), Replicate()])
+        x + other
+    near(x.full_tensor() + other.full_tensor(), 2 * X)
+    with pytest.raises(ValueError, match=r"gather with full_tensor\(\) and distribute_tensor\(\) it anew"):
+        other.redistribute(mesh, [Shard(0)])
+    near(x + distribute_tensor(other.full_tensor(), mesh, [Shard(0)]), 2 * X)
     with pytest.raises(RuntimeError, match="written in place"):
         x.sum(0).clamp_(0.0, 1.0)
     with pytest.raises(ValueError, match="one device"), hp_dtensor.init_on_device("Ascend"):
@@ -143,6 +153,9 @@ def test_bad_input_is_refused_with_its_reason():
     p = distribute_tensor(Parameter(Tensor(X), name="p"), mesh, [Shard(0)])
     with pytest.raises(ValueError, match=r"shape \(5, 6\), got Tensor of shape \(6, 5\)"):
         p.set_data(Tensor(X.T))
+    for data in (Tensor(X + 1), distribute_tensor(Tensor(X + 1), mesh, [Shard(0)])):
+        p.set_data(data)
+        near(p, X + 1)
 
 
 @on_ranks(2)
@@ -240,6 +253,7 @@ def test_functions_of_ones_own():
             near(grad, expected, 1e-4)
     with pytest.raises(ValueError, match="mixed"):
         Scaled.apply(distribute_tensor(x, mesh, [Shard(0)]), y)
+    near(Scaled.apply(*(distribute_tensor(each, mesh, [Shard(0)]) for each in (x, y))), x * y)
     with pytest.raises(ValueError, match="Nameless is a DFunction without a rule: set its class attribute _op_name"):
         Nameless.apply(distribute_tensor(x, mesh, [Shard(0)]))
 
@@ -255,6 +269,8 @@ def test_custom_shard_runs_on_local_parts():
     columns = custom_shard(lambda local: local, mesh, [Shard(1)], in_placements=([Shard(1)],))
     with pytest.raises(ValueError, match="redistribute_inputs"):
         columns(x)
+    moved = custom_shard(lambda local: local, mesh, [Shard(1)], in_placements=([Shard(1)],), redistribute_inputs=True)
+    near(moved(x), X[:4])
 
 
 @on_ranks(2)

@@ -43,6 +43,13 @@ def test_parts_of_a_maximum_have_no_gradient():
         parallelize_value_and_grad(loss)(Tensor(X))
     assert loss(Tensor(X)).item() == pytest.approx(float(X.sum()), rel=1e-6)
 
+    def detached(x):
+        whole = DTensor.from_local(ops.stop_gradient(x * 1.0), mesh, [Partial("max")]).full_tensor()
+        return whole.sum() + x.sum()
+
+    _, grad = parallelize_value_and_grad(detached)(Tensor(X))
+    np.testing.assert_allclose(grad.asnumpy(), np.ones_like(X))
+
 
 @on_ranks(2)
 def test_a_local_map_and_the_layout_of_its_gradients():
@@ -59,6 +66,8 @@ def test_a_local_map_and_the_layout_of_its_gradients():
     np.testing.assert_allclose(dw.full_tensor().asnumpy(), (2 * X * X * w).sum(0), rtol=1e-5)
     with pytest.raises(ValueError, match=r"argument 0 is placed \(Replicate\(\),\), but in_placements has"):
         local_map(lambda a: a, [Shard(0)], ([Shard(0)],))(given[0])
+    moved = local_map(lambda a: a, [Shard(0)], ([Shard(0)],), redistribute_inputs=True)(given[0])
+    np.testing.assert_array_equal(moved.full_tensor().asnumpy(), X)
 
 
 @on_ranks(2)
@@ -97,6 +106,12 @@ def test_a_tensor_is_not_cut_off_from_its_gradients():
     with pytest.raises(ValueError, match=r"shape \(5, 6\) .* would be detached from their gradients"):
         parallelize_value_and_grad(loss)(Tensor(X))
     assert loss(Tensor(X)).item() == pytest.approx(2 * float(X.sum()), rel=1e-6)
+
+    def moved(x):
+        return DTensor.from_local(x * 2.0, mesh).redistribute(placements=[Shard(0)]).sum()
+
+    _, grad = parallelize_value_and_grad(moved)(Tensor(X))
+    np.testing.assert_allclose(grad.asnumpy(), np.full_like(X, 2.0))
 
 
 @on_ranks(2)

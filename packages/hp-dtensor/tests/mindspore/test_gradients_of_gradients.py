@@ -36,6 +36,11 @@ def twice(position):
     return lambda x, w: (ms.grad(loss, position)(x, w) ** 2).sum()
 
 
+def stopped(x, w):
+    """Of the gradient only its values are used."""
+    return loss(x, w) + scalar((ops.stop_gradient(ms.grad(loss)(x, w)) ** 2).sum())
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("position", [0, 1])
 def test_through_a_move_they_are_refused(position):
@@ -46,6 +51,8 @@ def test_through_a_move_they_are_refused(position):
                 with pytest.raises(NotImplementedError, match=TWICE):
                     differentiate(twice(position), position)(*given)
                 assert not recorded()
+            _, (grad, _) = parallelize_value_and_grad(stopped, (0, 1))(*given)
+            np.testing.assert_allclose(grad.full_tensor().asnumpy(), ms.grad(loss)(Tensor(X), Tensor(W)).asnumpy())
 
 
 @on_ranks(2)

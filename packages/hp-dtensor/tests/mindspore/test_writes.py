@@ -90,6 +90,9 @@ def test_a_value_with_a_gradient_where_a_rank_has_nothing():
     with count_collectives() as counts, pytest.raises(NotImplementedError, match="leaves some rank without a part"):
         parallelize_value_and_grad(write, (0, 1))(x, v)
     assert not counts
+    x = x.redistribute(placements=[Replicate()])
+    _, (dx, dv) = parallelize_value_and_grad(write, (0, 1))(x, v)
+    assert (dx.full_tensor().asnumpy().tolist(), dv.full_tensor().asnumpy().tolist()) == ([[0.0] * 3], [[1.0] * 3])
 
 
 @on_ranks(2)
@@ -106,6 +109,9 @@ def test_writes_through_views_are_refused(placement):
         y.view(30).copy_(zeros)
     with pytest.raises(RuntimeError, match="is a view made by __getitem__"):
         y[1:3][0] = 7.0
+    own = y * 1.0
+    own[1:3] = own[1:3] * 2.0
+    np.testing.assert_array_equal(own.full_tensor().asnumpy()[1:3], X[1:3] * 2)
     np.testing.assert_array_equal(y.full_tensor().asnumpy(), X)
     copied = y[1:3].copy()
     copied.mul_(2.0)

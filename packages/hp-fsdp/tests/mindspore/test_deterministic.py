@@ -238,6 +238,11 @@ class ReentrantTwice(Reentrant):
         return super().construct(mindspore.recompute(self.blocks[0], self.first(x), use_reentrant=True)[:, :5])
 
 
+class RecomputingTwice(Recomputing):
+    def construct(self, x):
+        return super().construct(mindspore.recompute(self.blocks[0], self.first(x), use_reentrant=False)[:, :5])
+
+
 @on_ranks(2)
 def test_recomputation():
     for make in (Recomputing, Reentrant):
@@ -245,6 +250,7 @@ def test_recomputation():
     _, model = pair(double(ReentrantTwice), deterministic=True)
     with pytest.raises(RuntimeError, match=r"got gradients after those of this backward pass were complete.*use_reent"):
         differentiated(model)(batch(dtype=np.float64)[1])
+    train(*pair(double(RecomputingTwice), deterministic=True), steps=1)
 
 
 class Rare(nn.Cell):
@@ -310,6 +316,13 @@ def test_ranks_with_different_numbers_of_micro_batches():
     model.set_requires_gradient_sync(True)
     with pytest.raises(ValueError, match=r"this rank ran [12] micro-batches since the last step, others from 1 to 2"):
         differentiated(model)(own)
+    reference, model = pair(double(Net), deterministic=True, mesh=mesh)
+    everything = np.stack(np.split(batch(dtype=np.float64)[0].asnumpy(), 4))
+    _, expected = differentiated(reference, dtensors=False)(Tensor(everything.reshape(-1, everything.shape[-1])))
+    for last, part in enumerate(np.split(everything, 2)[world()[0]]):  # two each, consecutive ones
+        model.set_requires_gradient_sync(last == 1)
+        _, gradients = differentiated(model, lambda x: loss_of(model(x)) / 2)(Tensor(part))
+    same_gradients(model, gradients, reference, expected, 1e-12)
 
 
 @on_ranks(2)

@@ -11,7 +11,14 @@ from fsdp_cells import Net, data_mesh, pair, seeded
 from mindspore import mint, nn
 
 from hp_dtensor import Replicate, Shard, init_device_mesh
-from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from hp_fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    full_state_dict,
+    fully_shard,
+    load_full_state_dict,
+)
 from hp_testing import device_type, on_ranks
 
 
@@ -76,6 +83,8 @@ def test_cells():
         fully_shard([mint.nn.Linear(1, 1)])  # type: ignore[type-var]
     with pytest.raises(ValueError, match=r"CellList has no construct of its own. Call fully_shard on each"):
         fully_shard(nn.CellList([mint.nn.Linear(1, 1)]))
+    for each in nn.CellList([mint.nn.Linear(1, 1)]):
+        fully_shard(each)
     _, model = pair()
     with pytest.raises(ValueError, match=r"this Net is sharded already"):
         fully_shard(model, data_mesh())
@@ -85,10 +94,15 @@ def test_cells():
         model.set_reduce_op_type("max")
     with pytest.raises(NotImplementedError, match=r"set_is_last_backward\(False\): on MindSpore each backward pass"):
         model.set_is_last_backward(False)
+    model.set_requires_gradient_sync(False)
     with pytest.raises(NotImplementedError, match=r"Net cannot be copied"):
         copy.deepcopy(model)
     with pytest.raises(NotImplementedError, match=r"Net cannot be pickled.*Save full_state_dict"):
         pickle.dumps(model)
+    second, state = fully_shard(Net(), data_mesh()), full_state_dict(model)
+    load_full_state_dict(second, pickle.loads(pickle.dumps(state)))
+    for name, value in full_state_dict(second).items():
+        assert (value.asnumpy() == state[name].asnumpy()).all(), name
 
 
 @on_ranks(4)

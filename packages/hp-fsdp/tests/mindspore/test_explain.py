@@ -189,7 +189,7 @@ def test_the_time_line_is_that_of_the_last_training_step():
 
 
 @on_ranks(1)
-def test_what_is_refused():
+def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="this Linear was not given to fully_shard, call explain on the root"):
         explain(mint.nn.Linear(2, 2))
     _, inner = pair()
@@ -204,5 +204,8 @@ def test_what_is_refused():
             explain(model, **arguments)
     with pytest.raises(RuntimeError, match="Run forward and backward first"):
         explain(model, path="step.png")
+    differentiated(model)(batch()[1])
+    explain(model, path=str(tmp_path / "step.json"))
+    assert (tmp_path / "step.json").exists()
     with pytest.raises(TypeError, match="expected an optimizer of mindspore.experimental.optim"):
         explain(model, optimizer=mint.nn.Linear(2, 2))

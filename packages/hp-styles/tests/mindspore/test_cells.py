@@ -179,6 +179,12 @@ def test_a_dense_with_an_activation_is_refused_by_name():
     net = nn.SequentialCell(nn.Dense(4, 4, activation="relu"))
     with pytest.raises(NotImplementedError, match=r"0: ColwiseParallel .* got Dense with an activation \(ReLU\)"):
         parallelize_module(net, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    apart = nn.SequentialCell(nn.Dense(4, 4), nn.ReLU())
+    for one, other in zip(apart.get_parameters(), net.get_parameters(), strict=True):
+        one.set_data(other)
+    parallelize_module(apart, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    x = ops.ones((2, 4), ms.float32)
+    np.testing.assert_allclose(apart(x).asnumpy(), net(x).asnumpy())
 
 
 @on_ranks(2, 4)

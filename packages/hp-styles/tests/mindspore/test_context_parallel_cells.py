@@ -113,6 +113,8 @@ def test_what_attention_in_the_place_of_a_cell_would_leave_out_is_refused():
     dropping.set_train()
     with pytest.raises(NotImplementedError, match="without the dropout of drop: leave that out, or take ulysses_de"):
         dropping(q, k, v)
+    whole = parallelize_module(Masked(0.5), mesh, named())
+    assert whole(q, k, v).shape == q.shape
 
 
 class Other(Attention):
@@ -126,8 +128,11 @@ def test_what_is_refused():
         NotImplementedError, match="the Cell Attention: MindSpore's attention is not intercepted; apply"
     ):
         parallelize_module(Attention(True), mesh, ContextParallel())
+    for style in (named(), ContextParallel(qkv_kwarg_names=("q", "k", "v"))):
+        parallelize_module(Attention(True), mesh, style)
     with pytest.raises(NotImplementedError, match="the Cell Other: around a ring of 2 ranks .*parallel_kind = 'atten"):
         parallelize_module(Other(True), mesh, named(ulysses_degree=1))
+    parallelize_module(Other(True), mesh, named())
     cell = parallelize_module(Attention(True), mesh, named(ulysses_degree=1))
     with pytest.raises(RuntimeError, match="Attention already has a context parallel style"):
         parallelize_module(cell, mesh, named())

@@ -48,6 +48,14 @@ def test_what_is_refused():
     with pytest.raises(NotImplementedError, match="z_loss=0.1.* is for PyTorch"), loss_parallel(z_loss=0.1):
         pass
 
+    def added(logits):
+        return 0.1 * (ops.logsumexp(logits, 1) ** 2).mean()
+
+    value, wanted = ms.value_and_grad(added)(logits.full_tensor())
+    got, gradient = parallelize_value_and_grad(added)(logits)
+    np.testing.assert_allclose(got.asnumpy(), value.asnumpy(), rtol=1e-6)
+    np.testing.assert_allclose(gradient.full_tensor().asnumpy(), wanted.asnumpy(), rtol=1e-6)
+
 
 @on_ranks(2)
 def test_the_largest_along_a_cut_dim_shares_its_gradient():

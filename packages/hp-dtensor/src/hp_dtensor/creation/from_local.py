@@ -86,8 +86,8 @@ def _layouts(
         if placement.is_partial() and not placement.is_partial("sum") and not placement.is_partial("avg"):
             raise NotImplementedError(
                 f"from_local: a local tensor that requires gradients as {placement!r} has no known gradient,"
-                " because backward cannot tell which rank's value counts; detach() it, or reduce a DTensor instead (its"
-                " max or prod has a gradient)"
+                " because backward cannot tell which rank's value counts; take it out of the graph (detach(), on"
+                " MindSpore ops.stop_gradient()), or reduce a DTensor instead (its max or prod has a gradient)"
             )
     ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
     if len(ops) > 1 and ops != {"sum", "avg"}:
