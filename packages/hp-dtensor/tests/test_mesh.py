@@ -156,6 +156,8 @@ def test_flattened_axes() -> None:
         mesh["pp", "dp"]._flatten("dp_cp")
     with pytest.raises(RuntimeError, match="give mesh_dim_name, this mesh has no mesh_dim_names to join"):
         init_device_mesh(device_type(), (2, 2))._flatten()
+    assert init_device_mesh(device_type(), (2, 2))._flatten("all").size() == 4
+    assert mesh["pp", "dp"]._flatten("another").size() == mesh["pp", "dp"].size()
 
 
 @on_ranks(4)

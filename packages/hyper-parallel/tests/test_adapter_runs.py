@@ -90,6 +90,14 @@ def test_a_run_goes_on_from_its_adapter_on_another_mesh_and_is_merged(tmp_path):
     merged, adapted, base = (model.double()(tokens).logits for model in models)
     torch.testing.assert_close(merged, adapted, atol=1e-6, rtol=1e-6)
     assert (merged - base).abs().max() > 0.01
+    nameless = shutil.copytree(folder, tmp_path / "nameless")
+    config = json.loads((nameless / "adapter_config.json").read_text())
+    (nameless / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    command = ["merge", str(nameless), str(tmp_path / "named")]
+    assert "name it by --base" in " ".join(CliRunner().invoke(checkpoints.app, command).output.split())
+    assert CliRunner().invoke(checkpoints.app, [*command, "--base", str(tmp_path / "model")]).exit_code == 0
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("named", "merged"))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
     shards = tmp_path / "shards"
     save({"adapter_model": own}, checkpoint_id=shards, no_dist=True, layout="shards")
     shutil.copy(folder / "adapter_config.json", shards)
