@@ -285,13 +285,22 @@ def test_what_is_refused():
         AdamW([weight], lr=-1)
     with pytest.raises(ValueError, match=r"AdamW: lr must be at least 0, got -1"):
         AdamW([{"params": [weight], "lr": -1}])
-    with pytest.raises(TypeError, match=r"params\[0\] of group 0' is of torch.complex64"):
-        AdamW([nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+    phases = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(
+        TypeError, match=r"1\] of group 0' is of torch.complex64, .* Leave it out, or give it to torch.o"
+    ):
+        AdamW([weight, phases])
+    AdamW([weight]), torch.optim.AdamW([phases])
     apart = nn.Parameter(torch.zeros(6)[::2])
     optimizer = AdamW([("odd", apart)])
     apart.grad = torch.ones(3)
-    with pytest.raises(RuntimeError, match=r"elements of parameter 'odd' are not next to each other in memory"):
+    with pytest.raises(
+        RuntimeError, match=r"elements of parameter 'odd' are not next to each other in .* Make it contiguous"
+    ):
         optimizer.step()
+    apart.data = apart.data.contiguous()
+    optimizer.step()
+    torch.testing.assert_close(apart.detach(), torch.full((3,), -1e-3))
     embedding = nn.Embedding(4, 2, sparse=True)
     optimizer = AdamW(embedding.named_parameters())
     embedding(torch.tensor([1])).sum().backward()

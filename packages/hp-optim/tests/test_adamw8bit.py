@@ -265,6 +265,35 @@ def test_layouts_that_cut_blocks_are_refused():
     text = r"'w' of shape \(40, 300\), placed .* is cut inside of blocks of 256 .*fully_shard cuts large"
     with pytest.raises(ValueError, match=text):
         AdamW8bit([("w", nn.Parameter(weight))])
+    plain = nn.Linear(300, 40, bias=False).to(device_type())
+    fully_shard(plain, mesh_of(2))
+    wide = torch.zeros(40, 512, device=device_type())
+    columns, rows = (distribute_tensor(wide, mesh_of(2), [Shard(dim)]) for dim in (1, 0))
+    for each in (plain.weight, nn.Parameter(columns), nn.Parameter(rows)):
+        each.grad = torch.ones_like(each)
+        AdamW8bit([("w", each)], compiled=False).step()
+    refused = nn.Parameter(weight)
+    refused.grad = torch.ones_like(refused)
+    AdamW([refused]).step()
+    torch.testing.assert_close(refused.full_tensor(), torch.full((40, 300), -1e-3, device=device_type()))
+
+
+@on_ranks(2)
+def test_states_of_another_layout_come_by_set_optimizer_state_dict():
+    torch.set_num_threads(1)
+    models = mlp(), mlp()
+    fully_shard(models[0], mesh_of(2))
+    sharded, plain = map(make, models)
+    train(models[0], sharded, 0, 1)
+    for coded, text in ((True, r"has 0 blocks, and this rank 40: it is of another layout. "), (False, r"has shape .*")):
+        with pytest.raises(
+            ValueError, match=text + "hp_fsdp.set_optimizer_state_dict loads what get_optimizer_state_d"
+        ):
+            plain.load_state_dict(sharded.state_dict(coded=coded))
+    set_optimizer_state_dict(models[1], plain, get_optimizer_state_dict(models[0], sharded))
+    one, other = (get_optimizer_state_dict(each, own)["state"] for each, own in zip(models, (sharded, plain)))
+    for name, state in other.items():
+        assert float(state["step"]) == 1 and torch.equal(one[name]["exp_avg"].full_tensor(), state["exp_avg"])
 
 
 def test_what_is_refused():
@@ -273,8 +302,8 @@ def test_what_is_refused():
         AdamW8bit([{"params": [weight], "amsgrad": True}])
     with pytest.raises(ValueError, match=r"AdamW8bit: group 0 has no parameters"):
         AdamW8bit([{"params": []}])
-    with pytest.raises(RuntimeError, match=r"'w' of shape \(128, 64\) and strides \(1, 128\) is not contiguous"):
+    with pytest.raises(
+        RuntimeError, match=r"'w' of shape \(128, 64\) and strides \(1, 128\) is not contiguous, .* Make it"
+    ):
         AdamW8bit([("w", nn.Parameter(weight.detach().T))])
-    saved = AdamW8bit([nn.Parameter(torch.zeros(96, 128))]).state_dict(coded=True)
-    with pytest.raises(ValueError, match=r"has 48 blocks, and this rank 32: it is of another layout. Save state_dict"):
-        AdamW8bit([weight]).load_state_dict(saved)
+    AdamW8bit([("w", nn.Parameter(weight.detach().T.contiguous()))]), AdamW([nn.Parameter(weight.detach().T)])

@@ -56,8 +56,9 @@ def test_patterns_divide_the_parameters():
 def test_an_empty_list_leaves_an_optimizer_out():
     model = net()
     assert list(get_hyper_optimizer(model, [], ["*"]).optimizers) == ["adamw"]
-    with pytest.raises(ValueError, match=r"first.bias' of shape \(8,\) has 1 dims"):
+    with pytest.raises(ValueError, match=r"first.bias' of shape \(8,\) has 1 dims, .* adamw_params of get_hyper"):
         get_hyper_optimizer(model, ["*"], [])
+    assert list(get_hyper_optimizer(model, ["*.weight", "experts.*"], ["*.bias"]).optimizers) == ["muon", "adamw"]
     with pytest.raises(ValueError, match="muon_params and adamw_params are empty"):
         get_hyper_optimizer(model, [], [])
 
@@ -66,11 +67,15 @@ def test_an_empty_list_leaves_an_optimizer_out():
     ("muon", "adamw", "text"),
     [
         (["firts.weight"], ["*"], r"'firts.weight' of muon_params matches no parameter; near it are first.weight"),
-        (["first.*"], ["*.bias"], r"'first.bias' is matched by 'first.\*' of muon_params and by '\*.bias' of adamw"),
+        (
+            ["first.*"],
+            ["*.bias"],
+            r"'first.bias' is matched by 'first.\*' of muon_params and by '\*.bias' of .*; make one of",
+        ),
         (
             ["first.weight"],
             ["*.bias"],
-            r"5 parameters are trained and match no pattern \(experts.up, experts.down, qkv.weight",
+            r"5 parameters are trained and match no pattern \(experts.up, .* Add patterns, or freeze",
         ),
         (["*.weight", "experts.*"], [{"params": []}], r"a group of adamw_params has no patterns: \{'params': \[\]\}"),
     ],
@@ -78,6 +83,10 @@ def test_an_empty_list_leaves_an_optimizer_out():
 def test_patterns_that_are_refused(muon: list[Any], adamw: list[Any], text: str):
     with pytest.raises(ValueError, match=text):
         get_hyper_optimizer(net(), muon, adamw)
+    model = net().requires_grad_(False)
+    model.first.requires_grad_(True)
+    get_hyper_optimizer(model, ["first.weight"], ["first.bias"])  # what is frozen needs no pattern
+    assert list(made(net()).optimizers) == ["muon", "adamw"]
 
 
 def test_lists_that_are_none():
@@ -101,14 +110,25 @@ def test_what_a_chain_refuses():
     weight = AdamW([named["first.weight"]])
     with pytest.raises(ValueError, match="no optimizers"):
         ChainedOptimizer(model, {})
+    ChainedOptimizer(model, {"a": AdamW(model.parameters())})
     with pytest.raises(ValueError, match=r"'first.weight' is in 'a' and in 'b'; give it to one"):
         ChainedOptimizer(model, {"a": weight, "b": AdamW(model.parameters())})
+    rest = AdamW([each for name, each in named.items() if name != "first.weight"])
+    assert len(ChainedOptimizer(model, {"a": weight, "b": rest}).param_groups) == 2
     with pytest.raises(ValueError, match=r"8 of 10 parameters are trained and in no optimizer \(first.bias"):
         ChainedOptimizer(model, {"a": weight})
+    frozen = net().requires_grad_(False)
+    frozen.first.weight.requires_grad_(True)
+    ChainedOptimizer(frozen, {"a": AdamW([frozen.first.weight])})
     with pytest.raises(ValueError, match=r"parameter 0 of a group of 'a', of shape \(2, 2\), is not the model's"):
         ChainedOptimizer(model, {"a": AdamW([nn.Parameter(torch.zeros(2, 2))])})
-    with pytest.raises(TypeError, match=r"on PyTorch the gradients are the parameters' .grad; call step\(\)"):
-        made(model).step({})
+    optimizer = made(model)
+    give(model, 0)
+    for gradients in ({}, {"other": torch.zeros(1)}, [each.grad for each in model.parameters()]):
+        with pytest.raises(TypeError, match=r"on PyTorch the gradients are the parameters' .grad; call step\(\)"):
+            optimizer.step(gradients)  # type: ignore[arg-type]
+    optimizer.step()
+    assert optimizer.iteration == 1
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -151,6 +171,11 @@ def test_states_that_do_not_fit():
     one = get_hyper_optimizer(model, MATRICES, ["last.weight", "*.bias"])
     with pytest.raises(ValueError, match=r"was saved with .*others|Group the parameters as they were"):
         one.load_state_dict(saved)
+    made(model).load_state_dict(saved)
+    rates = get_hyper_lr_scheduler(optimizer, 10).state_dict()
+    with pytest.raises(ValueError, match=r"the state has 2 groups, the optimizer 1. Group the parameters as they were"):
+        get_hyper_lr_scheduler(one, 10).load_state_dict(rates)
+    get_hyper_lr_scheduler(made(model), 10).load_state_dict(rates)
 
 
 def test_each_optimizer_keeps_its_learning_rate_times_the_factor():
@@ -238,3 +263,5 @@ def test_parameters_that_come_later_are_in_the_state():
     one.optimizers["adamw"].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(ValueError, match=r"parameter 0 of a group of 'adamw', of shape \(2,\), is not the model's"):
         one.state_dict()
+    model.frozen.requires_grad_(False)
+    assert len(made(model).state_dict()["state"]) == 9

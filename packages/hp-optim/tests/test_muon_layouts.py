@@ -24,7 +24,7 @@ from optim_layouts import (
 from optim_models import Net, net
 from torch import nn
 
-from hp_dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_fsdp import fully_shard
 from hp_optim import Muon
 from hp_platform import count_collectives
@@ -156,13 +156,44 @@ def test_two_collectives_for_any_number_of_matrices(count: int):
 @on_ranks(4)
 def test_layouts_that_are_not_the_same_on_all_ranks_are_refused_on_all():
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Linear(6, 3, bias=False).to(device_type())
-    weight = distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)])  # two rows and one
-    model.weight = nn.Parameter(weight)
-    fully_shard(model, mesh["dp"])
-    optimizer = Muon(model.parameters())
-    model.weight.grad = torch.zeros_like(model.weight)
+
+    def steps(rows: int, columns: bool = False) -> None:
+        model = nn.Linear(6, rows, bias=False).to(device_type())
+        model.weight = nn.Parameter(distribute_tensor(torch.zeros_like(model.weight), mesh["tp"], [Shard(0)]))
+        fully_shard(model, mesh["dp"], shard_placement_fn=(lambda p: Shard(1)) if columns else None)
+        model.weight.grad = torch.ones_like(model.weight)
+        Muon(model.parameters()).step()
+        truth = nn.Parameter(torch.zeros(rows, 6, device=device_type()))
+        truth.grad = torch.ones_like(truth)
+        Muon([truth]).step()
+        torch.testing.assert_close(model.weight.full_tensor(), truth)
+
     with pytest.raises(
         ValueError, match=r"a layout is not the same on all ranks: .* make the features divide|ranks \[0, 2\]"
     ):
-        optimizer.step()
+        steps(3)  # two rows and one
+    steps(4), steps(3, columns=True)
+
+
+@on_ranks(4)
+def test_meshes_that_no_mesh_joins_and_a_partial_parameter():
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b"))
+    other = DeviceMesh(device_type(), torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("c", "d"))
+    whole = init_device_mesh(device_type(), (4,), mesh_dim_names=("e",))
+
+    def stepped(*meshes: DeviceMesh) -> None:
+        weights = [nn.Parameter(distribute_tensor(torch.zeros(4, 4), each, [Shard(0)])) for each in meshes]
+        for each in weights:
+            each.grad = torch.ones_like(each)
+        Muon(weights).step()
+        assert torch.equal(weights[0].full_tensor(), weights[1].full_tensor()) and bool(
+            (weights[0] < 0).full_tensor().all()
+        )
+
+    with pytest.raises(ValueError, match=r"one of them must have all ranks, or both must be slices, by name, of one m"):
+        stepped(mesh["a"], other["d"])
+    stepped(mesh["a"], mesh["b"]), stepped(mesh["a"], whole)
+    partial = DTensor.from_local(torch.ones(4, 4, device=device_type()), whole, [Partial()])
+    with pytest.raises(ValueError, match=r"is placed \(Partial\(\),\): reduce it before it is trained"):
+        Muon([nn.Parameter(partial)])
+    Muon([nn.Parameter(partial.redistribute(placements=[Replicate()]))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -86,14 +87,21 @@ def test_warmup_ratio_counts_where_there_are_no_warmup_steps():
             {"warmup_steps": 101, "decay_style": "constant"},
             r"warmup ends at step 101, after the last of 100. Lower warm",
         ),
-        ({"warmup_steps": 100}, r"the warmup ends at step 100, the decay at step 100 \(of 100\)"),
+        ({"warmup_steps": 100}, r"the warmup ends at step 100, the decay at step 100 \(of 100\).* Lower warmup_steps$"),
+        ({"warmup_ratio": 1.0}, r"Lower warmup_ratio$"),
+        ({"warmup_steps": 60, "lr_decay_ratio": 0.5}, r"Lower warmup_steps or raise lr_decay_ratio$"),
         ({"decay_style": "WSD", "wsd_decay_steps": 101}, r"wsd_decay_steps must be between 1 and 100, .*got 101"),
         ({"decay_style": "WSD", "wsd_decay_steps": 0}, r"wsd_decay_steps must be between 1 and 100, .*got 0"),
     ],
 )
 def test_options_that_make_no_schedule(options: dict[str, Any], text: str):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=text) as caught:
         Schedule(**{"total_steps": 100, **options})
+    mended = {"warmup_steps": 40, "warmup_ratio": 0.4, "total_steps": 200, "lr_decay_ratio": 0.7}
+    for verb, name in re.findall(r"(Lower|raise) (\w+)", str(caught.value)):
+        assert Schedule(**{"total_steps": 100, **options, name: mended[name]}).warmup > 0, verb
+    if named := re.search(r"Did you mean '(\w+)'", str(caught.value)):
+        assert Schedule(total_steps=100, decay_style=named[1])(100) == pytest.approx(1e-7)
 
 
 @pytest.mark.parametrize("name", ["total_steps", "warmup_steps", "wsd_decay_steps"])

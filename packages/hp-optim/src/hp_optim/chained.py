@@ -91,14 +91,10 @@ class ChainedOptimizer:
             gradients: by the parameters' names, where they are not the parameters' own (MindSpore).
 
         Raises:
-            TypeError: gradients without names.
+            TypeError: gradients are passed on PyTorch; none on MindSpore, or some without names.
             ValueError: a gradient of a name that no optimizer has.
         """
-        if gradients is not None and not isinstance(gradients, Mapping):
-            raise TypeError(
-                f"ChainedOptimizer.step takes gradients by the parameters' names, got a {type(gradients).__name__}:"
-                " pass dict(zip(names, gradients)), with the names in the order of the gradients"
-            )
+        port().check_gradients(gradients)
         names = {} if gradients is None else self._names()
         known = {name for groups in names.values() for each in groups for name in each}
         unknown = [name for name in gradients or () if name not in known]

@@ -44,6 +44,10 @@ class Port(Protocol):
         """Set a group's learning rate; one that is a tensor is written."""
         ...
 
+    def check_gradients(self, gradients: object) -> None:
+        """Raise TypeError for gradients that are not passed as this framework needs them."""
+        ...
+
     def step(self, optimizer: Optimizer, gradients: Sequence[Any] | None) -> None:
         """Update the parameters, with gradients in their order where these are not the parameters' own."""
         ...

@@ -85,9 +85,11 @@ class Schedule:
                 " warmup_steps or raise total_steps"
             )
         if self.decay_style != "constant" and self.warmup >= self.decay_end:
+            lower = "warmup_steps" if self.warmup_steps > 0 else "warmup_ratio"
             raise ValueError(
                 f"Schedule: the warmup ends at step {self.warmup}, the decay at step {self.decay_end} (of"
-                f" {self.total_steps}), and no step is left between them. Lower warmup_steps or raise lr_decay_ratio"
+                f" {self.total_steps}), and no step is left between them. Lower {lower}"
+                + (" or raise lr_decay_ratio" if self.lr_decay_ratio < 1 else "")
             )
         room = self.decay_end - self.warmup
         if self.decay_style == "WSD" and not 1 <= self.anneal_steps <= room:

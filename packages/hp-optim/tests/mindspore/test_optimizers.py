@@ -234,6 +234,7 @@ def test_what_is_refused():
     if device_type() == "cpu":
         with pytest.raises(ValueError, match=r"MindSpore's kernels on CPU have no bfloat16; use 'float32'"):
             Muon([net.up], ns_dtype="bfloat16")
+        Muon([net.up], ns_dtype="float32")
     with pytest.raises(ValueError, match=r"AdamW: group 1 has no parameters"):
         AdamW([{"params": [net.up]}, {"params": []}])
     with pytest.raises(ValueError, match=r"Muon: got 0 gradients for 1 parameters"):
@@ -244,6 +245,8 @@ def test_what_is_refused():
         get_hyper_optimizer(net, list(SHAPES), ["bias"]).step({})
     with pytest.raises(TypeError, match=r"takes gradients by the parameters' names, got a list: pass dict\(zip\("):
         get_hyper_optimizer(net, list(SHAPES), ["bias"]).step([net.up, net.bias])
+    names = [parameter.name for parameter in net.trainable_params()]
+    get_hyper_optimizer(net, list(SHAPES), ["bias"]).step(dict(zip(names, net.trainable_params())))
     with pytest.raises(ValueError, match=r"'upp' are gradients of no parameter of its optimizers"):
         get_hyper_optimizer(net, list(SHAPES), ["bias"]).step({"upp": net.up})
 

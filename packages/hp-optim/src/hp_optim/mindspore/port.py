@@ -52,18 +52,30 @@ def set_lr(group: State, value: float) -> None:
         group["lr"] = value
 
 
-def step(optimizer: Any, gradients: Sequence[Any] | None) -> None:
-    """Update the parameters with these gradients.
+def check_gradients(gradients: object) -> None:
+    """Raise for gradients that are not passed by the parameters' names.
 
     Raises:
-        TypeError: there are none.
-        ValueError: one is missing.
+        TypeError: see above.
     """
     if gradients is None:
         raise TypeError(
             "ChainedOptimizer.step: on MindSpore parameters have no gradients of their own; pass them by the names of"
             " the parameters"
         )
+    if not isinstance(gradients, Mapping):
+        raise TypeError(
+            f"ChainedOptimizer.step takes gradients by the parameters' names, got a {type(gradients).__name__}:"
+            " pass dict(zip(names, gradients)), with the names in the order of the gradients"
+        )
+
+
+def step(optimizer: Any, gradients: Sequence[Any]) -> None:
+    """Update the parameters with these gradients.
+
+    Raises:
+        ValueError: one is missing.
+    """
     missing = [each.name for each, gradient in zip(optimizer.parameters, gradients) if gradient is None]
     if missing:
         raise ValueError(f"ChainedOptimizer.step: no gradients for {', '.join(missing[:5])}")

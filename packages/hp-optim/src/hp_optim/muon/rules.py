@@ -94,7 +94,7 @@ def split(shape: Sequence[int], rule: MatrixRule | None, name: str) -> tuple[Mat
         if len(shape) < 2:
             raise ValueError(
                 f"Muon: parameter {name!r} of shape {shape} has {len(shape)} dims, and only matrices can be"
-                " orthogonalized. Leave it to another optimizer (get_hyper_optimizer gives biases and norms to AdamW)"
+                " orthogonalized. Leave it to another optimizer (biases and norms: adamw_params of get_hyper_optimizer)"
             )
         if not prod(shape):
             return ()

@@ -143,7 +143,7 @@ class AdamW(torch.optim.AdamW):
             if not parameter.is_floating_point():
                 raise TypeError(
                     f"AdamW: parameter {label!r} is of {parameter.dtype}, and only floating-point ones are updated."
-                    " Freeze it, or give it to torch.optim.AdamW"
+                    " Leave it out, or give it to torch.optim.AdamW"
                 )
 
     def _lay_out(self, blocks: list[Block], numbers: Iterable[int]) -> None:

@@ -13,6 +13,7 @@ from hp_optim.eight_bit import BLOCK, CODED_NUMEL, check_blocks
 from hp_optim.options import parameter_names
 from hp_optim.torch.adamw import AdamW
 from hp_optim.torch.states.blocks import Block, Members, Resident, view_like, wrapped_like
+from hp_optim.torch.states.loaded import INTO_ANY_LAYOUT
 from hp_optim.torch.states.quantized import (
     decoded_mean,
     decoded_square,
@@ -206,7 +207,7 @@ class CodedBlock(SmallBlock):
                 if key in state and len(state[key]) != self._extent(size) // BLOCK:
                     raise ValueError(
                         f"AdamW8bit: the coded state of {name!r} has {len(state[key])} blocks, and this rank"
-                        f" {self._extent(size) // BLOCK}: it is of another layout. Save state_dict() without coded=True"
+                        f" {self._extent(size) // BLOCK}: it is of another layout. {INTO_ANY_LAYOUT}"
                     )
         super()._check_states()
 

@@ -49,14 +49,18 @@ def set_lr(group: State, value: float) -> None:
         group["lr"] = value
 
 
-def step(optimizer: Optimizer, gradients: Sequence[Any] | None) -> None:
-    """Update the parameters with their gradients.
+def check_gradients(gradients: object) -> None:
+    """Raise for gradients that are passed.
 
     Raises:
-        TypeError: gradients are given.
+        TypeError: see above.
     """
     if gradients is not None:
         raise TypeError("ChainedOptimizer.step: on PyTorch the gradients are the parameters' .grad; call step()")
+
+
+def step(optimizer: Optimizer, gradients: Sequence[Any] | None) -> None:
+    """Update the parameters with their gradients."""
     optimizer.step()
 
 

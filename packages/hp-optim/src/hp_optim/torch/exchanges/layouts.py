@@ -54,7 +54,7 @@ def plan_for(placed: Sequence[Placed], world: Sequence[int]) -> OwnerPlan:
     except ValueError as error:
         raise ValueError(
             f"Muon: a layout is not the same on all ranks: {error}. Where fully_shard cuts tensor parallel parts of"
-            " different sizes, make the features divide by the ranks, or shard by shard_placement_fn"
+            " different sizes, make the features divide by the ranks, or shard another dim by shard_placement_fn"
         ) from error
 
 

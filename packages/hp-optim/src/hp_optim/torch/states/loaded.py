@@ -9,6 +9,8 @@ import torch
 
 from hp_dtensor.torch.extend import DTensor, refuse_foreign
 
+INTO_ANY_LAYOUT = "hp_fsdp.set_optimizer_state_dict loads what get_optimizer_state_dict saved into any layout"
+
 
 class Moved(Exception):
     """A parameter is not of the shape, dtype or device that its states were laid out for."""
@@ -37,17 +39,19 @@ def check_state(caller: str, name: str, parameter: torch.Tensor, key: str, value
     if value.shape != parameter.shape:
         raise ValueError(
             f"{what} has shape {tuple(value.shape)}, and the parameter {tuple(parameter.shape)}. Load the state of the"
-            " same model; delete optimizer.state[parameter] to begin anew"
+            f" same model; delete optimizer.state[parameter] to begin anew. {INTO_ANY_LAYOUT}"
         )
     if isinstance(value, DTensor):
         mine, theirs = getattr(parameter, "_spec", None), value._spec
         if mine is None:
             if not theirs.replicated:
-                raise ValueError(f"{what} is placed {theirs.placements}, and the parameter is a plain tensor")
+                raise ValueError(
+                    f"{what} is placed {theirs.placements}, and the parameter is a plain tensor. {INTO_ANY_LAYOUT}"
+                )
         elif (mine.mesh, mine.placements) != (theirs.mesh, theirs.placements):
             raise ValueError(
                 f"{what} is placed {theirs.placements} on {theirs.mesh}, and the parameter {mine.placements} on"
-                f" {mine.mesh}. hp_fsdp.set_optimizer_state_dict loads states into any layout"
+                f" {mine.mesh}. {INTO_ANY_LAYOUT}"
             )
 
 
