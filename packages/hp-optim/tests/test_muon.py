@@ -10,7 +10,7 @@ import torch
 from optim_models import MuonFormula, net, whole_gradients
 from torch import nn
 
-from hp_optim import MatrixRule, Muon
+from hp_optim import MatrixRule, Muon, get_hyper_optimizer
 
 pytestmark = pytest.mark.framework("torch")
 HEADS = {"head_wise": True, "head_dim": 4, "head_wise_patterns": ["qkv.weight"]}
@@ -103,6 +103,7 @@ def test_a_convolution_by_rule_and_the_refusal_of_a_bias():
     torch.testing.assert_close(conv.weight.detach().view(8, 12), truth, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"parameter 'bias' of shape \(8,\) has 1 dims, and only matrices"):
         Muon(conv.named_parameters(), rules=[MatrixRule("weight", "o (i kh kw)")])
+    get_hyper_optimizer(conv, ["weight"], ["bias"], {"rules": [MatrixRule("weight", "o (i kh kw)")]})
     with pytest.raises(ValueError, match=r"parameter 'params\[1\] of group 0' of shape \(8,\)"):
         Muon(conv.parameters())
 
@@ -166,6 +167,7 @@ def test_rules_are_a_list():
     for rules, shown in ((MatrixRule("*"), "MatrixRule"), (["*"], r"\['\*'\]"), ("*", r"'\*'")):
         with pytest.raises(TypeError, match=text + shown):
             Muon(matrices(net()), rules=rules)
+    Muon(matrices(net()), rules=[MatrixRule("first.weight")])
 
 
 def test_groups_that_are_refused():
@@ -174,8 +176,10 @@ def test_groups_that_are_refused():
         Muon([{"params": [weight]}, {"params": []}])
     with pytest.raises(ValueError, match="more than one parameter group"):
         Muon([{"params": [weight]}, {"params": [weight]}])
-    with pytest.raises(ValueError, match=r"rules and head_wise go by names, and the parameters have none"):
+    with pytest.raises(ValueError, match=r"rules and head_wise go by names, and the parameters have none. Pass m"):
         Muon([weight], rules=[MatrixRule("*")])
+    for named in ([("w", weight)], [{"params": [("w", weight)]}], nn.ParameterDict({"w": weight}).named_parameters()):
+        Muon(named, rules=[MatrixRule("*")])
     optimizer = Muon([weight])
     with pytest.raises(ValueError, match=r"params\[0\] of group 1' of shape \(2,\)"):
         optimizer.add_param_group({"params": [bias]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -31,9 +32,12 @@ pytestmark = pytest.mark.framework("torch")
 )
 def test_options_of_a_group_that_are_refused(kind: Any, options: dict[str, Any], error: type[Exception], text: str):
     optimizer = kind([nn.Parameter(torch.zeros(2, 2))])
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=text) as caught:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], **options})
     assert len(optimizer.param_groups) == 1
+    if meant := re.search(r"Did you mean '(\w+)'", str(caught.value)):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], meant[1]: 0.1})
+        assert optimizer.param_groups[1][meant[1]] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,26 @@ def test_options_of_a_group_that_are_refused(kind: Any, options: dict[str, Any],
 def test_options_of_a_group_of_adamw_that_are_refused(options: dict[str, Any], error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         AdamW([{"params": [nn.Parameter(torch.zeros(2))], **options}])
+    if "torch.optim" in text or "decoupled" in text:
+        torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(2))], **options}])
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit, Muon])
+def test_what_a_program_wrote_into_the_list_of_groups(kind: Any):
+    one, other = (nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+    one.grad, other.grad = torch.ones(2, 2), torch.ones(2, 2)
+    optimizer = kind([one])
+    optimizer.param_groups.append({"params": [other]})
+    with pytest.raises(ValueError, match=r"group 1 has no 'lr'. Add groups by add_param_group, which sets what they"):
+        optimizer.step()
+    optimizer.param_groups.pop()
+    optimizer.add_param_group({"params": [other]})
+    optimizer.param_groups[1]["params"].append(one)
+    with pytest.raises(ValueError, match=r"is in group 0, too, and would be updated twice; take it out of one"):
+        optimizer.step()
+    optimizer.param_groups[1]["params"].pop()
+    optimizer.step()
+    assert torch.equal(one, other) and bool((one < 0).all())
 
 
 def test_keys_that_programs_put_into_groups_are_theirs():
@@ -73,6 +97,10 @@ def test_amsgrad_is_refused_by_adamw8bit_wherever_it_comes_from(size: tuple[int,
     with pytest.raises(ValueError, match=r"AdamW8bit: the group of 'w' has amsgrad=True, which takes one more state"):
         ours.step()
     assert torch.equal(weight, before)
+    other = AdamW([weight])
+    other.load_state_dict(theirs.state_dict())
+    other.step(), theirs.step()
+    assert torch.equal(other.state[weight]["max_exp_avg_sq"], theirs.state[weight]["max_exp_avg_sq"])
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
@@ -101,6 +129,13 @@ def test_a_sparse_gradient_is_refused_before_anything_is_updated(kind: Any, dens
     assert torch.equal(first, before[0])
     for number, state in optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, before[1][number][key]) for key, value in state.items())
+    weight = embedding.weight.detach().clone()
+    kind([first]).step(), torch.optim.SparseAdam([embedding.weight]).step()
+    dense = nn.Embedding(4, 2, _weight=weight.clone(), sparse=False)
+    dense(torch.tensor([1])).sum().backward()
+    kind(dense.parameters()).step()
+    for each in (embedding.weight, dense.weight):
+        assert not torch.equal(each[1], weight[1])
 
 
 @pytest.mark.parametrize("kernel", [{"fused": False}, {"fused": True}, {}], ids=str)

@@ -191,6 +191,14 @@ def test_another_shape_is_refused_by_name_once_steps_were_counted(how: str, make
     listed[1].data = before
     train(optimizer, 1, 2)
     assert float(optimizer.state[listed[1]]["step"]) == 2
+    listed[1].data = torch.zeros(7, 2, dtype=torch.float64)
+    if how == "grown":
+        del optimizer.state[listed[1]]
+    else:
+        states = {key: torch.zeros(7, 2, dtype=torch.float64) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[listed[1]].update(states)
+    train(optimizer, 2, 3)
+    assert float(optimizer.state[listed[1]]["step"]) == (1 if how == "grown" else 3) and bool(listed[1].all())
 
 
 def test_a_gradient_of_the_shape_before_is_refused_by_name():
@@ -200,7 +208,10 @@ def test_a_gradient_of_the_shape_before_is_refused_by_name():
         weight.data = torch.zeros(3, 2)
         with pytest.raises(RuntimeError, match=r"the gradient of 'w' .*\(4, 2\).*, the parameter .*\(3, 2\)"):
             optimizer.step()
-        weight.data = torch.zeros(4, 2)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert bool((weight < 0).all())
+        weight.data, weight.grad = torch.zeros(4, 2), torch.ones(4, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -248,6 +259,8 @@ def test_momenta_of_another_shape_are_refused_by_name_once_there_are_some():
         train(optimizer, 1, 2)
     assert torch.equal(listed[1], before)
     del optimizer.state[listed[0]]
+    train(optimizer, 1, 2)
+    assert optimizer.state[listed[0]]["momentum_buffer"].shape == (1, 3) and not torch.equal(listed[1], before)
     train(optimizer, 1, 2)
 
 

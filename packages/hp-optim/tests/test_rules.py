@@ -64,7 +64,7 @@ def test_the_matrices_of_a_rule(shape: tuple[int, ...], rule: MatrixRule | None,
         ((), None, r"has 0 dims"),
         ((10, 4), MatrixRule("w", "(h o) i", {"o": 4}), r"dim 0 of size 10 is not a multiple of 4, so index 'h'"),
         ((10, 4), MatrixRule("w", "(h o) i"), r"leaves 2 indices open \(h, o\); name all but one"),
-        ((10, 4), MatrixRule("w", "(q | k | v) i"), r"3 equal parts do not divide dim 0 of size 10"),
+        ((10, 4), MatrixRule("w", "(q | k | v) i"), r"3 equal parts do not divide dim 0 of size 10; name their s"),
         ((10, 4), MatrixRule("w", "(q | k) i", {"q": 3, "k": 3}), r"sizes of dim 0 add up to 6, and it has 10"),
         ((10, 4), MatrixRule("w", "(q | k) i", {"q": 12}), r"dim 0 of size 10 less 12 is not a multiple"),
         ((10, 4), MatrixRule("w", "e o i"), r"describes 3 dims, and the shape \(10, 4\) has 2"),
@@ -76,6 +76,9 @@ def test_the_matrices_of_a_rule(shape: tuple[int, ...], rule: MatrixRule | None,
 def test_a_rule_that_does_not_fit(shape: tuple[int, ...], rule: MatrixRule | None, text: str):
     with pytest.raises(ValueError, match=text):
         split(shape, rule, "w")
+    if "; name" in text:
+        sizes = {"q": 4, "k": 3} if "equal" in text else {"h": 5}
+        assert len(split(shape, MatrixRule("w", rule.matrices, sizes), "w")) == (3 if "equal" in text else 5)
 
 
 @pytest.mark.parametrize(
@@ -102,3 +105,4 @@ def test_rules_are_values_and_chosen_by_name():
     assert fused.split((6, 4))[1] == Matrix((2, 0), (2, 4), 2, 4)
     with pytest.raises(ValueError, match=r"'a.q.weight' is matched by '\*.q.weight' and 'a.\*'"):
         rule_of("a.q.weight", [heads, MatrixRule("a.*")])
+    assert rule_of("a.q.weight", [heads, MatrixRule("a.[!q]*")]) is heads

@@ -284,18 +284,36 @@ def test_what_is_refused():
     weight = nn.Parameter(torch.zeros(2000, device=device_type()))
     with pytest.raises(TypeError, match=r"takes an AdamW or a Muon of hp_optim, .*got torch.optim.adamw.AdamW. hp_opt"):
         swap_optimizer(torch.optim.AdamW([weight]))
+    weight.grad = torch.ones_like(weight)
+    theirs, ours = torch.optim.AdamW([weight]), AdamW([weight])
+    theirs.step()
+    ours.load_state_dict(theirs.state_dict())
+    swap_optimizer(ours).step()
+    assert float(ours.state[weight]["step"]) == 2
     with pytest.raises(TypeError, match=r"swap_optimizer: config must be a SwapOptimizerConfig, got 16"):
         swap_optimizer(AdamW([weight]), 16)  # type: ignore[arg-type]
     keys = SwapOptimizerConfig(state_keys=("exp_avq",))
     with pytest.raises(ValueError, match=r"state_keys has 'exp_avq'; the states are .* Did you mean 'exp_avg'"):
         swap_optimizer(AdamW([weight]), keys)
+    swap_optimizer(AdamW([weight]), SwapOptimizerConfig(state_keys=("exp_avg",)))
     optimizer = swap_optimizer(AdamW([weight]))
     with pytest.raises(RuntimeError, match=r"swap_optimizer: this AdamW is swapped already"):
         swap_optimizer(optimizer)
-    weight.grad = torch.ones_like(weight)
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(RuntimeError, match=r"amsgrad was switched on afterwards; set it when you make the AdamW"):
         optimizer.step()
+    optimizer = swap_optimizer(AdamW([weight], amsgrad=True))
+    optimizer.step()
+    assert bool(optimizer.state[weight]["max_exp_avg_sq"].any())
+    image = nn.Parameter(torch.zeros(8, 3, 8, 8, device=device_type()).to(memory_format=torch.channels_last))
+    for again in (False, True):
+        optimizer = swap_optimizer(AdamW([image]), SwapOptimizerConfig(min_numel=8))
+        image.grad = torch.ones_like(image)
+        optimizer.step()
+        if not again:
+            image.data = image.data.contiguous()
+            with pytest.raises(RuntimeError, match=r"in another order than before. Change memory formats before you m"):
+                optimizer.step()
 
 
 @pytest.mark.device
