@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from hp_dtensor import init_device_mesh
-from hp_moe import ExpertParallel, GroupedExperts, MoE, TensorParallel, TokenChoiceTopKRouter
+from hp_dtensor import DeviceMesh, Replicate, distribute_tensor, init_device_mesh
+from hp_moe import (
+    ExpertParallel,
+    ExpertTensorParallel,
+    GroupedExperts,
+    MoE,
+    TensorParallel,
+    TokenChoiceTopKRouter,
+)
 from hp_styles import parallelize_module
 from hp_testing import device_type, on_ranks
 
@@ -124,6 +133,11 @@ def test_experts_without_values_are_refused():
     parallelize_module(experts, mesh, ExpertParallel())
     with pytest.raises(ValueError, match="has tokens on .*, but its experts are on meta: bring both"):
         experts(*inputs())
+    experts.to_empty(device=device_type())
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.fill_(0.1)
+    assert bool(experts(*inputs()).isfinite().all())
 
 
 @on_ranks(2)
@@ -136,17 +150,53 @@ def test_modules_that_cannot_be_taken_over_are_refused():
     other.forward = lambda hidden_states: hidden_states  # type: ignore[method-assign]
     with pytest.raises(TypeError, match=r"Packed is called with \(hidden_states\); experts over ranks are called with"):
         parallelize_module(other, mesh, ExpertParallel())
+    other.forward = lambda tokens, chosen, weights: tokens  # type: ignore[method-assign]
+    parallelize_module(other, mesh, ExpertParallel())
     many.is_transposed = True
     with pytest.raises(TypeError, match=r"gate_up_proj of shape \(3, 12, 4\) and down_proj of shape \(3, 4, 6\)"):
         parallelize_module(many, mesh, TensorParallel())
+    many.is_transposed = False
+    parallelize_module(many, mesh, TensorParallel())
     few = nn.ModuleDict({"layer": Block()})
     few["layer"].experts = Packed(1)
     with pytest.raises(ValueError, match=r"layer\.experts \(Packed\): 1 experts cannot be spread over 2 ranks"):
         parallelize_module(few, mesh, {"*.experts": ExpertParallel()})
+    parallelize_module(few, DeviceMesh(device_type(), [dist.get_rank()]), {"*.experts": ExpertParallel()})
     none = Packed()
     none._apply_gate = None
     with pytest.raises(TypeError, match="Packed has no _apply_gate, which computes what is between its two products"):
         parallelize_module(none, mesh, ExpertParallel())
+    del none._apply_gate  # that of the class
+    assert parallelize_module(none, mesh, ExpertParallel()).to(device_type())(*inputs()).shape == (TOKENS, 4)
+    block = Block()
+    with pytest.raises(TypeError, match="Block is not a module of experts: .*Name the module that has gate_up_proj"):
+        parallelize_module(block, mesh, ExpertParallel())
+    with pytest.raises(ValueError, match=r"its own before or after them. Use chunks=2, or overlap_experts"):
+        parallelize_module(block, mesh, {"experts": ExpertParallel(async_combine=True)})
+    parallelize_module(block, mesh, {"experts": ExpertParallel(chunks=2)}).to(device_type()).experts(*inputs())
+
+
+@on_ranks(4)
+def test_tokens_on_an_axis_that_experts_are_not_spread_over():
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    values = inputs()
+
+    def run(over, style):
+        torch.manual_seed(0)
+        experts = parallelize_module(GroupedExperts(4, 4, 4).to(device_type()), over, style)
+        whole = [distribute_tensor(each, mesh["tp"], [Replicate()]) for each in values]
+        return experts._expert_layer(experts, *whole).full_tensor()
+
+    with pytest.raises(
+        ValueError, match="Spread experts over all these ranks, or use ExpertTensorParallel on a mesh o"
+    ):
+        run(mesh["dp"], ExpertParallel())
+    expected = run(mesh["tp"], ExpertParallel())
+    for over, style in ((mesh["dp", "tp"]._flatten("all"), ExpertParallel()), (mesh, ExpertTensorParallel())):
+        torch.testing.assert_close(run(over, style), expected)
+    unnamed = init_device_mesh(device_type(), (2, 2))
+    with pytest.raises(ValueError, match=r"need names, such as \('ep', 'tp'\)"):
+        run(unnamed, ExpertTensorParallel())
 
 
 def test_experts_of_llama_4_are_refused():
@@ -183,6 +233,30 @@ def test_choices_that_change_where_a_block_is_computed_again_are_refused():
     out = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
     with pytest.raises(RuntimeError, match=r"^experts \(GroupedExperts\): the block was computed again for backward"):
         out.sum().backward()
+
+
+@on_ranks(2)
+def test_saved_choices_are_those_of_the_forward():
+    """Two pairs of experts have equal scores, and noise that changes its sign from run to run decides."""
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",))
+    torch.manual_seed(0)
+    moe = MoE(8, 8, 4, top_k=1).to(device_type())
+    parallelize_module(moe, mesh, {"experts": ExpertParallel()})
+    with torch.no_grad():
+        moe.router.gate.weight[1::2] = moe.router.gate.weight[::2]
+    noise = 1e-5 * torch.arange(4, device=device_type())
+    moe.router.gate.register_forward_hook(lambda gate, inputs, output: output + noise.neg_())
+    ops = [torch.ops.aten.sort.stable, torch.ops.aten.topk.default]
+    saved = partial(checkpoint, context_fn=partial(create_selective_checkpoint_contexts, ops), use_reentrant=False)
+    gradients = []
+    for run in (moe, partial(saved, moe)):
+        x = torch.randn(40, 8, generator=torch.Generator().manual_seed(1)).to(device_type()).requires_grad_()
+        noise.abs_()
+        run(x).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+    with pytest.raises(RuntimeError, match="or save the choices: torch.utils.checkpoint.checkpoint"):
+        checkpoint(moe, x, use_reentrant=False, determinism_check="none").sum().backward()
 
 
 @on_ranks(2)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from deterministic_experts import shuffled
-from test_replicas import EXPERTS, build, compare
+from test_replicas import EXPERTS, build, compare, draw
 
-from hp_dtensor import distribute_tensor, init_device_mesh
+from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_fsdp import fully_shard
 from hp_moe import ExpertParallel, ExpertPlacement, ExpertTensorParallel, MoE, place_experts
 from hp_optim import Muon
@@ -131,9 +131,18 @@ def test_what_cannot_move_is_refused_on_all_ranks():
     with pytest.raises(ValueError, match="were passed different placements, or optimizers with different states"):
         place_experts(moe.experts, swapped, optimizer=other)
     compare(build(), moe, 2)
+    other.state[moe.experts.w2]["momentum_buffer"] = torch.zeros_like(moe.experts.w2)
+    place_experts(moe.experts, swapped, optimizer=other)
+    moe.zero_grad()
+    compare(build(), moe, 2)
     mesh = init_device_mesh(device_type(), (1, 2), mesh_dim_names=("rest", "ep"))
     sharded = build()
     parallelize_module(sharded.experts, mesh["ep"], ExpertParallel())
     fully_shard(sharded.experts, mesh["rest"])
-    with pytest.raises(NotImplementedError, match="w1 is placed .* place them before fully_shard"):
+    with pytest.raises(NotImplementedError, match="w1 is placed .* place them before fully_shard.*Shard.1"):
         place_experts(sharded.experts, swapped, optimizer=())
+    sharded = build()
+    parallelize_module(sharded.experts, mesh["ep"], ExpertParallel())
+    place_experts(sharded.experts, swapped, optimizer=())
+    fully_shard(sharded.experts, mesh["rest"], shard_placement_fn=lambda parameter: Shard(1))
+    torch.testing.assert_close(sharded(x := draw()), build()(x), rtol=1e-12, atol=1e-12)

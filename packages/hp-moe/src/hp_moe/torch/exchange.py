@@ -167,6 +167,7 @@ class Pinned(torch.autograd.Function):
                 f"{ctx.name}: the block was computed again for backward, and {int((again != ctx.chosen).sum())} of"
                 f" {again.numel()} choices of experts are others than in forward. What comes before the router is not"
                 " deterministic: let the checkpoint keep the state of the generators (preserve_rng_state), or save the"
-                " choices (hp_offload.checkpoint with a policy_fn for torch.ops.aten.topk.default)."
+                " choices: torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=lambda:"
+                " create_selective_checkpoint_contexts([aten.sort.stable, aten.topk.default])), of torch.ops."
             )
         return grad, None, None

@@ -29,7 +29,7 @@ def belongings(
         if hasattr(module, "unshard") or parameter.device_mesh.ndim != axes or parameter.placements[0] != cut:
             raise NotImplementedError(
                 f"{where} is placed {parameter.placements} on {parameter.device_mesh}. Experts move where their style"
-                " alone has placed them: place them before fully_shard"
+                " alone has placed them: place them before fully_shard(..., shard_placement_fn=lambda each: Shard(1))"
             )
         if optimizers and parameter.requires_grad and not any(parameter is each for each in _parameters(optimizers)):
             raise NotImplementedError(
