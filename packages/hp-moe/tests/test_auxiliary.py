@@ -82,7 +82,8 @@ class Other(nn.Module):
     config = SimpleNamespace(output_router_logits=True)
 
     def forward(self, logits, attention_mask=None, return_dict=True):
-        output = SimpleNamespace(aux_loss=logits.square().mean(), router_logits=(logits,), loss=None)
+        loss = logits.square().mean() if self.config.output_router_logits else None
+        output = SimpleNamespace(aux_loss=loss, router_logits=(logits,), loss=None)
         return output if return_dict else (logits,)
 
 
@@ -104,3 +105,6 @@ def test_losses_that_are_not_known_are_refused():
     other(rounded)
     with pytest.raises(ValueError, match="Other returned a tuple: leave return_dict=False out"):
         other(torch.ones(4, 4), return_dict=False)
+    other(rounded)
+    other.config = SimpleNamespace(output_router_logits=False)
+    assert other(own).aux_loss is None

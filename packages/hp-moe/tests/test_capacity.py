@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -176,3 +177,4 @@ def test_arguments_that_do_not_go_with_a_capacity_are_refused():
         with pytest.raises(ValueError, match=text):
             ExpertParallel(**options)
     assert eval(repr(ExpertParallel(capacity=3))).capacity == 3
+    assert ExpertParallel(capacity=math.ceil(1.25 * 6 * CHOICES / EXPERTS)).capacity == 3

@@ -48,6 +48,7 @@ def test_without_the_mode_bits_depend_on_ranks():
 def test_sums_that_combine_on_the_way_are_refused():
     with pytest.raises(ValueError, match="deterministic=True with combine='fast', .* use combine='exact'"):
         ExpertParallel(deterministic=True)
+    ExpertParallel(deterministic=True, combine="exact")
 
 
 @on_ranks(2)
@@ -75,3 +76,8 @@ def test_gradients_that_would_be_summed_in_another_order_are_refused():
     moe.zero_grad()
     with pytest.raises(RuntimeError, match="ran more than once in one backward pass"):
         (moe(x) + moe(x)).sum().backward()
+    for _ in range(2):
+        moe(x).sum().backward()
+    torch.testing.assert_close(moe.experts.w1.grad.to_local(), 2 * once.to_local())
+    parallelize_module(free := Model().first.to(device_type()), mesh, {"experts": ExpertParallel(combine="exact")})
+    (free(x) + free(x)).sum().backward()

@@ -179,6 +179,7 @@ def test_overlap_that_is_none_is_refused():
 
     with pytest.raises(TypeError, match="chunks=2 begins and ends exchanges apart, but dispatch is the style's own"):
         Own(chunks=2)
+    compare(Own())
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"chunks": 0}, "chunks is the number of parts of a rank's tokens, 1 or more, got 0"),
         ({"chunks": 2, "combine": "exact"}, "with chunks=2 a weight's gradient is a sum over parts"),
@@ -250,3 +251,4 @@ def test_bytes_are_those_of_copies_rows_or_all_tokens():
 def test_sums_on_the_way_are_not_exact(dispatcher):
     with pytest.raises(ValueError, match=f"{dispatcher}' adds a token's results up on their way, .* combine='fast'"):
         ExpertParallel(dispatcher, combine="exact")
+    ExpertParallel(dispatcher, combine="fast"), ExpertParallel("all_to_all", combine="exact")

@@ -49,6 +49,8 @@ def test_wrong_inputs_and_experts_that_the_library_spreads_are_refused():
     module._is_expert_parallel = True
     with pytest.raises(RuntimeError, match="transformers spreads these experts over ranks itself; take hp_moe.Expert"):
         module(rows, torch.tensor([[0, 5], [1, 2]], device=device_type()), weights)
+    model.float().set_experts_implementation("grouped_mm")
+    module(rows.float(), torch.tensor([[0, 5], [1, 6]], device=device_type()), weights.float())  # 6 is another rank's
 
 
 def test_names_of_others_are_refused():
@@ -56,3 +58,4 @@ def test_names_of_others_are_refused():
     for name in ("eager", "grouped_mm"):
         with pytest.raises(ValueError, match=f"register_experts: '{name}' is another implementation of transformers"):
             register_experts(name)
+    assert register_experts("another name") == "another name"

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from moe_models import sum_over_ranks
 
-from hp_dtensor import init_device_mesh
+from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_moe import (
     ExpertParallel,
     ExpertTensorParallel,
@@ -179,8 +179,10 @@ def test_what_cannot_be_spread_is_refused():
         parallelize_module(GroupedExperts(4, 4, 1), mesh["ep"], ExpertParallel())
     with pytest.raises(ValueError, match="3 experts with sharded features cannot be spread over 2 ranks"):
         parallelize_module(GroupedExperts(4, 4, 3), mesh, ExpertTensorParallel())
+    parallelize_module(GroupedExperts(4, 4, 3), mesh["ep"], ExpertParallel())
     with pytest.raises(ValueError, match="experts of 5 inner features cannot be cut evenly over 2 ranks"):
         parallelize_module(GroupedExperts(4, 5, 2), mesh["tp"], TensorParallel())
+    parallelize_module(GroupedExperts(4, 5, 2), DeviceMesh(device_type(), [dist.get_rank()]), TensorParallel())
     with pytest.raises(TypeError, match="Linear is not a module of experts: gate_up_proj must be a parameter"):
         parallelize_module(torch.nn.Linear(2, 2), mesh["ep"], ExpertParallel())
     for style in (ExpertParallel, ExpertTensorParallel):

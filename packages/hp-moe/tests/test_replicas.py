@@ -18,6 +18,7 @@ from hp_moe import (
     MoE,
     get_placement_state,
     place_experts,
+    plan_replicas,
     rebalance,
     set_placement_state,
 )
@@ -153,6 +154,10 @@ def test_replicas_under_split_backward_are_refused():
         pytest.raises(NotImplementedError, match="Use a schedule without split backward, or no replicas"),
     ):
         moe(draw())
+    moe(draw())
+    place_experts(moe.experts, replicated(2))
+    with frame(weights=Queue()):
+        moe(draw())
 
 
 @on_ranks(2)
@@ -177,9 +182,17 @@ def test_placements_that_do_not_fit_are_refused_on_all_ranks():
     with pytest.raises(ValueError, match="rank . and rank . were passed different placements"):
         place_experts(moe.experts, replicated(2, e0=(1,)) if mine else replicated(2))
     compare(build(), moe, 2)  # nothing has changed
+    crowded = replicated(2, e0=(1,), e1=(1,))
+    place_experts(moe.experts, plan_replicas([9, 9, 1, 1, 1, 1], crowded, slots=1))
+    moe.zero_grad()
+    compare(build(), moe, 2)
+    parallelize_module(roomier := build(), mesh, {"experts": ExpertParallel(slots=2)})
+    place_experts(roomier.experts, crowded)
+    compare(build(), roomier, 2)
     parallelize_module(plain := build(), mesh, {"experts": ExpertParallel()})
     with pytest.raises(ValueError, match="MoE has no experts with slots for replicas; apply a style with some"):
         rebalance(plain)
+    rebalance(moe)
 
 
 @on_ranks(4)
@@ -211,6 +224,7 @@ def test_replicas_and_counts_are_those_of_a_state():
     for wrong, text in (({}, "the state lacks it"), ({"experts": {"load": [1]}}, "the state has 1 of it; set the")):
         with pytest.raises(ValueError, match=f"experts has 6 experts, and {text}"):
             set_placement_state(loaded, wrong)
+    set_placement_state(loaded, get_placement_state(loaded))
     plain = build()
     parallelize_module(plain, mesh, {"experts": ExpertParallel()})
     with pytest.raises(ValueError, match="get_placement_state: MoE has no experts with slots"):
