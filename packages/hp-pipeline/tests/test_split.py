@@ -119,6 +119,10 @@ def test_splits_by_hand():
 def test_numbers_that_do_not_fit(options, text):
     with pytest.raises(ValueError, match=text):
         split_model(on_meta("Llama"), **options)
+    if options in ({"stages": 2, "memory": 10}, {"stages": 2, "memory": 10, "split": "even"}):
+        assert len(split_model(on_meta("Llama"), 2, memory=10**6).stages) == 2
+    if "blocks" in options:
+        assert len(split_model(on_meta("Llama"), 2, blocks="model.layers").stages) == 2
 
 
 class Skipping(nn.Module):
@@ -174,6 +178,7 @@ def test_models_that_cannot_be_cut():
         split_model(nn.Linear(2, 2), 2)
     with pytest.raises(ValueError, match=r"Mixtral.*config.output_router_logits is set: the load balancing loss takes"):
         split_model(on_meta("Mixtral", output_router_logits=True), 2)
+    split_model(on_meta("Mixtral", output_router_logits=False), 2)
     model, _ = with_images(("llama", "clip_vision_model", "Llava"))
     model.config.text_config.output_hidden_states = True
     with pytest.raises(ValueError, match=r"Llava.*\.config\.text_config\.output_hidden_states is set: those of other"):
@@ -184,6 +189,15 @@ def test_models_that_cannot_be_cut():
         ValueError, match="the forward of this LlamaForCausalLM has been replaced; split the model first"
     ):
         split_model(model, 2)
+    del model.forward
+    stage = split_model(model, 2).stage(0)
+    stage.register_forward_hook(lambda *_: None)
+    model.scale = nn.Parameter(torch.ones(1, device="meta"))
+    with pytest.raises(ValueError, match=r"has \['scale'\] of its own, .* put them into a module"):
+        split_model(model, 2)
+    model.scale = None
+    model.scales = nn.ParameterList([torch.ones(1, device="meta")])
+    split_model(model, 2)
     with pytest.raises(ValueError, match=r"2 lists of modules, \['a.blocks', 'b.blocks'\]; pass .* blocks="):
         split_model(nn.ModuleDict({"a": Skipping(""), "b": Skipping("")}), 2)
 
@@ -306,6 +320,8 @@ def test_inputs_that_a_stage_cannot_serve():
     split = split_model(build("Llama"), 2)
     with pytest.raises(ValueError, match="in stages takes no output_hidden_states: those of other stages"):
         split.stage(0)(batch(2)[0], output_hidden_states=True)
+    whole = build("Llama")(batch(2)[0]).logits
+    assert torch.equal(run(split, batch(2)[0]).logits, whole)
     with pytest.raises(TypeError, match="takes what the stage before returns, hidden states; got int"):
         split.stage(1)(3)
     ids, _ = batch(2)
@@ -316,6 +332,7 @@ def test_inputs_that_a_stage_cannot_serve():
         split.stage(1)(*split.stage(0)(ids, torch.ones_like(ids)))
     with pytest.raises(ValueError, match=r"keyword inputs \[\], this one with \[attention_mask\]"):
         split.stage(1)(split.stage(0)(ids), attention_mask=torch.ones_like(ids))
+    torch.testing.assert_close(run(split, ids, attention_mask=torch.ones_like(ids)).logits, whole)
     with pytest.raises(ValueError, match="index=2 is not one of 2 stages"):
         split.stage(2)
 
@@ -344,3 +361,9 @@ def test_micro_batches_are_weighted_by_their_tokens():
     with pytest.raises(ValueError, match=r"averages its loss by itself, and the micro-batches have \[9, 5\] labels"):
         inline.prepare_batch({"labels": labels}, 2)
     assert inline.prepare_batch({"labels": ids}, 2) == {"labels": ids}
+    model = build("Llama")
+    model.loss_function = lambda logits, labels, vocab_size, num_items_in_batch=None, **more: logits.sum()
+    custom = split_model(model, 2).stage(1)
+    with pytest.raises(ValueError, match="Pass num_items_in_batch, or equal numbers of labels"):
+        custom.prepare_batch({"labels": labels}, 2)
+    assert custom.prepare_batch({"labels": labels, "num_items_in_batch": 10}, 2)["num_items_in_batch"] == 5

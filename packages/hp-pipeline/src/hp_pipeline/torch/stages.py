@@ -188,7 +188,7 @@ class _Forward:
                     raise ValueError(
                         f"{type(self.root).__name__} averages its loss by itself, and the micro-batches have {counts}"
                         f" labels other than {IGNORED}: the mean of their losses is not that of the batch. Pass"
-                        " num_items_in_batch where the model takes it, or equal numbers of labels."
+                        f" {'num_items_in_batch, or ' if self.loss == 'custom' else ''}equal numbers of labels."
                     )
         return kwargs
 
