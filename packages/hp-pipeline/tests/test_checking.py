@@ -120,6 +120,7 @@ def test_steps_of_sharded_stages_that_do_not_fit():
     ]:
         with pytest.raises(ValueError, match=error):
             check({0: steps(text)}, Pipeline(placed("v", 1), 1))
+    check({0: steps("0FU 0F0 1F0 1B0 0B0 0FG 0FRS")}, Pipeline(placed("v", 1), 1))
 
 
 def test_chains_that_join():

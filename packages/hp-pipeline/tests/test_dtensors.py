@@ -143,6 +143,10 @@ def test_what_cannot_be_wrapped_again_is_named_on_all_ranks():
         )
         with pytest.raises(PipelineError, match=text):
             hp_pipeline.ScheduleGPipe(stage, 1).run(x)
+    stage = PipelineStage([first, last][rank], rank, 2, device=device_type(), mesh=groups[0])
+    losses = hp_pipeline.ScheduleGPipe(stage, 1).run(x)
+    plain = PipelineStage([layer, torch.sum][rank], rank, 2, device=device_type())
+    torch.testing.assert_close(losses, hp_pipeline.ScheduleGPipe(plain, 1).run(x))
 
 
 @on_ranks(4)
@@ -193,3 +197,7 @@ def test_ranks_of_another_place_are_refused():
     text = r"from the rank at \(.,\) of it, but this rank is at \(.,\) of .*must join ranks of the same place"
     with pytest.raises(PipelineError, match=text):
         hp_pipeline.ScheduleGPipe(part, 1, group=crossed).run(torch.ones(2, 2, device=device_type()))
+    losses = hp_pipeline.ScheduleGPipe(part, 1, group=mesh["pp"].get_group()).run(
+        torch.ones(2, 2, device=device_type())
+    )
+    assert [loss.item() for loss in losses] == [4.0] * stage

@@ -12,6 +12,7 @@ from torch import nn
 import hp_pipeline
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor
 from hp_pipeline import PipelineError, PipelineSchedule, PipelineStage, SharedParameterInfo, schedules
+from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
@@ -145,6 +146,15 @@ def test_what_does_not_go_between_stages_of_several_ranks_is_named_on_all():
         for _ in range(2):
             with pytest.raises(PipelineError, match=text):
                 schedule.run(rows(4))
+    mended = {
+        "a plain": lambda y: DTensor.from_local(y, mesh, [Replicate()]),
+        "a partial": lambda y: DTensor.from_local(y, mesh, [Partial()]).redistribute(placements=[Replicate()]),
+        "said": lambda y: DTensor.from_local(y, mesh, [Shard(0)]),
+    }
+    for make in mended.values():
+        work = (lambda x: x.full_tensor().sum()) if rank == 2 else (lambda x, make=make: make(layer(x)))
+        stage = PipelineStage(work, rank // 2, 2, device=device_type(), mesh=mesh, placements=[Replicate()])
+        hp_pipeline.Schedule1F1B(stage, 2).run(rows(4))
 
 
 @on_ranks(3)
@@ -215,8 +225,11 @@ def test_ranks_that_are_not_the_meshes_are_refused_on_all():
         NotImplementedError, match="3 ranks run the 2 ranks of a pipeline; weights that its stages share"
     ):
         hp_pipeline.Schedule1F1B(stage, 2)
+    if rank != 1:
+        hp_pipeline.Schedule1F1B(stage, 2, group=get_platform().groups.new_group([0, 2]))
     stage = PipelineStage(nn.Linear(2, 2).to(device_type()), rank // 2, 2)
     with pytest.raises(
         ValueError, match="on 3 ranks has 3 stages, stage_num is 2; .* For stages on several ranks pass mesh="
     ):
         hp_pipeline.Schedule1F1B(stage, 2)
+    hp_pipeline.Schedule1F1B(PipelineStage(stage.submodule, rank // 2, 2, mesh=mesh), 2)

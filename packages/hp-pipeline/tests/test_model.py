@@ -66,5 +66,6 @@ def test_stages_that_are_no_part_of_one_model():
 
     with pytest.raises(TypeError, match="the stage 1 is a function, not a module, so that it has no parameters"):
         PipelinedModel(schedule(nn.Linear(2, 2), lambda x: x.sum()))
+    PipelinedModel(schedule(nn.Linear(2, 2), nn.Flatten()))
     with pytest.raises(ValueError, match="stage 1 and one before it have different tensors of the name 'weight'"):
         PipelinedModel(schedule(nn.Linear(2, 2), nn.Linear(2, 2)))

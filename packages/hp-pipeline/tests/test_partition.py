@@ -39,6 +39,8 @@ def test_the_slowest_stage_takes_the_least_time_of_all_cuts():
             if not legal:
                 with pytest.raises(ValueError, match=f"no cut of {count} blocks into {stages} stages keeps each"):
                     partition(costs, stages, sizes, limit)
+                partition(costs, stages, sizes, sum(sizes))
+                assert limit < max(sizes) or partition(costs, count, sizes, limit) == (1,) * count
                 continue
             chosen = partition(costs, stages, sizes, limit)
             assert largest(sizes, chosen) <= limit

@@ -127,6 +127,8 @@ def test_an_array_beside_a_tensor_needs_messages_that_may_differ():
     schedule, _ = schedule_of(lambda x: (x, np.ones(2)), dyn_shape=False)
     with pytest.raises(PipelineError, match=r"Messages that differ need PipelineStage\(..., dyn_shape=True\)"):
         schedule.run(rows(2))
+    schedule, _ = schedule_of(lambda x: (x, np.ones(2)), dyn_shape=True)
+    assert [loss.item() for loss in schedule.run(rows(2))] == ([9.0, 45.0] if dist.get_rank() else [])
 
 
 @on_ranks(2)
@@ -136,6 +138,9 @@ def test_a_result_that_is_written_to_while_it_is_sent_is_refused_on_all_ranks():
     for _ in range(2):
         with pytest.raises(PipelineError, match=r"forward: the stage wrote to a tensor that it had returned, while it"):
             schedule.run(rows(2))
+    then = lambda x: kept.copy_(x.detach()).clone() if dist.get_rank() == 0 else x  # noqa: E731
+    losses = schedule_of(then, dyn_shape=False)[0].run(rows(2))
+    assert [loss.item() for loss in losses] == ([9.0, 45.0] if dist.get_rank() else [])
 
 
 @on_ranks(2)

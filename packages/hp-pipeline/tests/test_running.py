@@ -147,6 +147,10 @@ def test_nests_of_inputs_are_cut():
     ):
         with pytest.raises(ValueError, match=text):
             schedule.run(x, more=wrong) if rank == 0 else schedule.run(more=wrong)
+    work = Sums()
+    work.forward = lambda x, more: Sums.forward(work, x, {"a": more.tensor, "b": (x, x), "factor": 3})
+    whole = hp_pipeline.ScheduleGPipe(PipelineStage(work, rank, 2), 2, kwargs_batch_dim={"more": -1})
+    whole.run(x, more=Held(x[:2])) if rank == 0 else whole.run(more=Held(x[:2]))
 
 
 class Held:
@@ -276,6 +280,8 @@ def test_a_loss_without_a_graph_is_refused():
         PipelineError, match="rank 1 at 1F0: ValueError: the loss of the last stage needs no gradient, but"
     ):
         hp_pipeline.Schedule1F1B(own, 2).run(x, target=target)
+    alone = PipelineStage(own.submodule, rank, 2, has_backward=False)
+    assert len(hp_pipeline.Schedule1F1B(alone, 2).run(x, target=target)) == 2 * rank
 
 
 @on_ranks(2)
@@ -300,6 +306,8 @@ def test_stages_that_are_not_this_ranks_are_refused():
         ValueError, match=r"on 2 ranks has 4 stages, stage_num is 2; placed\('v', 2\) lists their ranks"
     ):
         hp_pipeline.ScheduleZBV(PipelineStage(Stage(net, rank), rank, 2), 2)
+    four, own = Net(4).to(device_type()), [index for index, each in enumerate(placed("v", 2)) if each == rank]
+    hp_pipeline.ScheduleZBV([PipelineStage(Stage(four, index), index, 4) for index in own], 2)
     with pytest.raises(ValueError, match="stage_index=2 is not one of stage_num=2 from 0"):
         PipelineStage(net, 2, 2)
     with pytest.raises(TypeError, match="PipelineStage: module must be callable, got int"):
@@ -330,6 +338,11 @@ def test_a_rank_with_stages_with_and_without_backward_is_refused():
     own = [PipelineStage(Stage(net, index), index, 4, has_backward=index > 1) for index in (rank, 3 - rank)]
     with pytest.raises(ValueError, match=f"rank {rank} has stages with has_backward=True and False; a pipeline runs"):
         hp_pipeline.ScheduleZBV(own, 2)
+    own[0].submodule.requires_grad_(False)
+    schedule = hp_pipeline.ScheduleZBV([PipelineStage(each.submodule, each.stage_index, 4) for each in own], 2)
+    x, target = batch(4, device_type())
+    schedule.run(x.float(), target=target)
+    assert own[0].submodule.parts[str(rank)][0].up.weight.grad is None and own[1].submodule.parts is not None
 
 
 @on_ranks(2)

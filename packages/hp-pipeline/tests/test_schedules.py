@@ -125,6 +125,9 @@ def test_a_placement_that_does_not_fit_is_refused():
         schedules.zbv(Pipeline(placed("line", 2), 4))
     with pytest.raises(ValueError, match=r"interleaved 1F1B needs stages placed as placed\('loop', 2\)"):
         schedules.interleaved(Pipeline((0, 1, 1, 0), 4))
+    for make, shape in ((schedules.zbv, "v"), (schedules.interleaved, "loop")):
+        pipeline = Pipeline(placed(shape, 2), 4)
+        check(make(pipeline), pipeline)
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,16 @@ def test_what_differs_is_refused_on_all_ranks():
     for weight, each, text in cases:
         with pytest.raises(ValueError, match=text):
             schedule_of(weight, each).run(x)
+    with torch.device("meta"):
+        late = nn.Parameter(torch.ones(2))
+    schedule = schedule_of(late, info, device=device_type())
+    with pytest.raises(ValueError, match="a parameter on the meta device: initialise it before the first"):
+        schedule.run(x)
+    schedule.stages[0].submodule.weight = nn.Parameter(torch.ones(2))
+    own = nn.Parameter(torch.ones(2))
+    present = schedule_of(own, SharedParameterInfo(own, (1, 0)))
+    for each in (schedule, schedule_of(nn.Parameter(torch.ones(2)), info), present):
+        assert [loss.item() for loss in each.run(x)] == ([4.0, 4.0] if rank else [])
 
 
 @on_ranks(2)
@@ -220,3 +230,5 @@ def test_stages_of_one_rank_have_one_object():
         ValueError, match="stage 2 has a Parameter of its own, but stage 1 is on the same rank: use one"
     ):
         hp_pipeline.ScheduleZBV(parts, 2).run(x, target=target)
+    parts[1].submodule.table = parts[0].submodule.table
+    hp_pipeline.ScheduleZBV(parts, 2).run(x, target=target)

@@ -126,6 +126,8 @@ def test_slices_that_would_be_wrong_are_refused():
     parts = parts_of(2, again=True)
     with pytest.raises(ValueError, match="seq_slices=2 is for training; a stage with has_backward=False"):
         hp_pipeline.ScheduleGPipe(PipelineStage(parts[rank], rank, 2, has_backward=False), 2, seq_slices=2)
+    whole = PipelineStage(parts_of(2)[rank], rank, 2, has_backward=False)
+    hp_pipeline.ScheduleGPipe(whole, 2, seq_slices=1).run(x, **inputs)
     stage = PipelineStage(parts[rank], rank, 2)
     with pytest.raises(ValueError, match="12 tokens along dim 1, which 5 slices do not divide"):
         hp_pipeline.ScheduleSeqPP(stage, 2, seq_slices=5).run(x, **inputs)

@@ -263,3 +263,11 @@ def test_a_write_to_a_view_that_came_is_refused():
     schedule = hp_pipeline.Schedule1F1B(PipelineStage(modules[rank], rank, 2), MICRO_BATCHES)
     with pytest.raises(hp_pipeline.PipelineError, match=r"stage 1 wrote in place .* one tensor in stage 0 have"):
         schedule.run(torch.randn(4 * MICRO_BATCHES, WIDTH).to(device_type()))
+    modules[1].inner.forward = lambda a, b: Writes.forward(modules[1].inner, a.clone(), b)
+    reference, x = copy.deepcopy(modules), torch.randn(4 * MICRO_BATCHES, WIDTH).to(device_type())
+    reference[1].inner.forward = lambda a, b: Writes.forward(reference[1].inner, a.clone(), b)
+    modules.zero_grad()
+    schedule.run(x)
+    whole(*reference, x)
+    for one, two in zip(modules[rank].parameters(), reference[rank].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
