@@ -17,7 +17,7 @@ from offload_models import gradients, net, same_bits
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hp_offload import checkpoint, checkpoint_exclude_wrapper, checkpoint_wrapper, swap_wrapper
+from hp_offload import checkpoint, checkpoint_exclude_wrapper, checkpoint_wrapper, swap, swap_wrapper
 
 
 class Counted(nn.Module):
@@ -217,8 +217,10 @@ def test_a_write_to_what_was_saved_raises_as_without_a_checkpoint():
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         function(x).sum().backward()
-    with pytest.raises(RuntimeError, match=r"recomputation of .*function.* \(3,\) was modified in place 1 time after"):
+    with pytest.raises(RuntimeError, match=r"of .*function.* \(3,\) was modified in place 1 time .* Write to a copy"):
         checkpoint(function, x, early_stop=False).sum().backward()
+    checkpoint(lambda x: x.exp() * 2 * 3, x, early_stop=False).sum().backward()
+    torch.testing.assert_close(x.grad, 6 * x.detach().exp())
 
 
 def test_a_parameter_that_changed_since_raises():
@@ -227,9 +229,15 @@ def test_a_parameter_that_changed_since_raises():
     with torch.no_grad():
         model.weight.add_(1)
     with pytest.raises(
-        RuntimeError, match=r"Between the forward of Linear.* and its recomputation, .* modified in place"
+        RuntimeError, match=r"Between the forward of Linear.* and its recomputation, .* Change it after backward"
     ):
         out.sum().backward()
+    x = torch.ones(2, 4, requires_grad=True)
+    checkpoint(model, x).sum().backward()
+    expected = model.weight.detach().sum(0).expand(2, 4)
+    with torch.no_grad():
+        model.weight.add_(1)
+    torch.testing.assert_close(x.grad, expected)
 
 
 def test_an_argument_that_changed_since_raises():
@@ -255,8 +263,13 @@ def test_a_buffer_that_others_write_to_since_raises():
     module = Scaled()
     out = checkpoint(module, torch.ones(2, requires_grad=True))
     module.scale.add_(1)
-    with pytest.raises(RuntimeError, match=r"Between the forward of Scaled.* modified in place 1 time"):
+    with pytest.raises(RuntimeError, match=r"of Scaled.* modified in place 1 time .* or pass it to the function as an"):
         out.sum().backward()
+    x = torch.ones(2, requires_grad=True)
+    out = checkpoint(lambda x, scale: (x * scale).exp(), x, module.scale)
+    module.scale = module.scale + 1
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * (2 * x.detach()).exp())
 
 
 def test_another_branch_raises_and_names_the_module():
@@ -374,13 +387,25 @@ def test_the_compiler_inside_and_outside():
 
     expected = build()
     keep_products = lambda ctx, op, *args, **kwargs: op is torch.ops.aten.bmm.default  # noqa: E731
+    by_policy = functools.partial(checkpoint_wrapper, policy=keep_products)
+    with_inputs = functools.partial(checkpoint_wrapper, swap_inputs=True)
+    for change, text in (
+        (swap_wrapper, "swap inside of torch.compile is not supported: compile the blocks, and swap around them"),
+        (by_policy, "without policy_fn, .* Compile the blocks and checkpoint around them"),
+        (with_inputs, r"or let the compiler choose \(torch._functorch.config.activation_memory_budget\)"),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            build(change, compile)
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        assert all(map(torch.equal, build(compile), expected))
     for changes in (
         (compile,),
         (checkpoint_wrapper, compile),
         (compile, checkpoint_wrapper),
         (compile, swap_wrapper),
-        (compile, lambda block: checkpoint_wrapper(block, keep_products)),
-        (lambda block: compile(block.up), lambda block: checkpoint_wrapper(block, keep_products)),
+        (compile, by_policy),
+        (compile, with_inputs),
+        (lambda block: compile(block.up), by_policy),
     ):
         assert all(map(torch.equal, build(*changes), expected))
 
@@ -394,12 +419,18 @@ def test_bad_input():
         checkpoint(torch.exp, x, use_reentrant=True)
     with pytest.raises(ValueError, match="policy_fn or context_fn, not both"):
         checkpoint(torch.exp, x, policy_fn=print, context_fn=print)
+    with pytest.raises(TypeError, match="got two policies: policy and policy_fn; leave one out"):
+        checkpoint_wrapper(nn.Linear(2, 2), print, policy_fn=print)
+    for options in ({"policy": print}, {"policy_fn": print}, {"context_fn": print}):
+        checkpoint_wrapper(nn.Linear(2, 2), **options)
     with pytest.raises(TypeError, match="checkpoint: policy_fn is called, and 'full' can't be"):
         checkpoint(torch.exp, x, policy_fn="full")
     with pytest.raises(
-        TypeError, match="checkpoint_wrapper takes a module, got function; pass functions to checkpoint"
+        TypeError,
+        match="checkpoint_wrapper takes a module, got builtin_function_or_method; pass functions to checkpoint",
     ):
-        checkpoint_wrapper(test_bad_input)
+        checkpoint_wrapper(torch.exp)
+    assert torch.equal(checkpoint(torch.exp, x), swap(torch.exp, x))
     with pytest.raises(ValueError, match=r'policy is "full" or a function like policy_fn, got .selective.'):
         checkpoint_wrapper(nn.Linear(2, 2), "selective")
     with pytest.raises(TypeError, match=r"takes the options swap_inputs, .* got \['early'\]"):

@@ -84,7 +84,8 @@ def checkpoint(
     """Call a function whose backward calls it again."""
     if torch.compiler.is_compiling():  # the compiler knows torch's own, and cuts its graph by it
         if policy_fn is not None or context_fn is not None or swap_inputs:
-            raise NotImplementedError(
+            untraced: Any = torch.compiler.disable(_refuse)  # else Dynamo would run what raises once more, eagerly
+            untraced(
                 "checkpoint inside of torch.compile recomputes in full: without policy_fn, context_fn and swap_inputs."
                 " Compile the blocks and checkpoint around them, or let the compiler choose"
                 " (torch._functorch.config.activation_memory_budget)."
@@ -99,6 +100,10 @@ def checkpoint(
     held = functools.partial(_leaves, args, kwargs)
     saving = swapping(SwapRun(f"inputs of {name}", group_swap, held)) if swap_inputs else nullcontext()
     return run_region(function, args, kwargs, name=name, passes=passes, early_stop=early_stop, saving=saving)
+
+
+def _refuse(text: str) -> None:
+    raise NotImplementedError(text)
 
 
 def _selection(function: Function, policy_fn: Function, name: str, fused: bool) -> Selection:
@@ -138,9 +143,8 @@ def swap(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "swap inside of torch.compile is not supported: compile the blocks, and swap around them."
-        )
+        untraced: Any = torch.compiler.disable(_refuse)
+        untraced("swap inside of torch.compile is not supported: compile the blocks, and swap around them.")
     module = module_of(function)
 
     def stays() -> list[T]:
