@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -137,9 +138,18 @@ def test_the_last_block_and_what_a_block_is_given():
     assert plan.policies == {"a.0#0": KEEP, "a.1#0": KEEP, "a.1#1": KEEP}
     assert plan.total(KEEP) == 20 and plan.total(SWAP) == 0
     with pytest.raises(
-        ValueError, match=r"a budget of 19 B \(19 bytes\) is below the least .* 20 B \(20 bytes\): what its"
+        ValueError, match=r"a budget of 19 B \(19 bytes\) is below the least .* 20 B .* Use smaller blocks or batches"
     ):
         plan_memory(saved, 19, 1.0)
+    assert (
+        plan_memory([dataclasses.replace(each, bytes=each.bytes // 2) for each in saved], 19, 1.0).predicted_peak == 10
+    )
+    large, small = (
+        [Saved(f"a.{n // size}#{n % size}", 10, n + 1.0, 9.0 - n, 1.0) for n in range(4)] for size in (4, 2)
+    )
+    with pytest.raises(ValueError, match=r"40 B \(40 bytes\): what its blocks are given, and the largest block"):
+        plan_memory(large, 20, 1.0)
+    assert plan_memory(small, 20, 1.0).predicted_peak == 20
 
 
 def test_copies_that_have_the_time_cost_nothing():
@@ -177,6 +187,7 @@ def test_bad_input():
         plan_memory([one, one], 1, 1.0)
     with pytest.raises(ValueError, match="'b#0' is an alias of 'a#1', which is no storage; close: a#0"):
         plan_memory([one, Saved("b#0", 1, 1.0, 2.0, 1.0, alias_of="a#1")], 1, 1.0)
+    plan_memory([one, Saved("b#0", 0, 1.0, 2.0, 1.0, alias_of="a#0")], 1, 1.0)
     with pytest.raises(ValueError, match="budget is a number of bytes of at least 0, got -1"):
         plan_memory([one], -1, 1.0)
     with pytest.raises(ValueError, match="in_flight is a number of at least 1, got 0"):

@@ -27,8 +27,9 @@ def checkpoint(
     """Call a function without keeping what its backward needs: backward calls it again.
 
     The second call sees the arguments, random numbers, autocast, determinism, function modes and context variables
-    (`contextvars`) of the first. What changes between the two (a parameter, another branch) raises, and so does a write
-    to what an operation saved, as without a checkpoint.
+    (`contextvars`) of the first. What changes between the two (a write to a parameter, another branch) raises, and
+    so does a write to what an operation saved, as without a checkpoint. Only another tensor put in the place of a
+    parameter or a buffer is not noticed.
 
         y = checkpoint(block, x)                                             # all of block again
         y = checkpoint(block, x, policy_fn=lambda ctx, op, *args: op is torch.ops.aten.addmm.default)

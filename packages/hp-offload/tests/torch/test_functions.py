@@ -248,6 +248,26 @@ def test_a_backward_inside():
     assert once[aten.addmm.default] == plain[aten.addmm.default] + 1, "for the gradient in the second run"
 
 
+def test_a_second_derivative_inside_recomputes():
+    weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(2, 8).requires_grad_()
+
+    def function(x):
+        out = torch.mm(x, weight).sin()
+        return out if first else out * torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
+
+    def call(policy):
+        return torch.autograd.grad(checkpoint(function, x * 1, policy_fn=policy).sum(), (x, weight))
+
+    keeping, first = only(aten.mm.default), True
+    call(keeping)
+    first = False
+    with pytest.raises(NotImplementedError, match=r"through mm\(\), .* answer MUST_RECOMPUTE"):
+        call(keeping)
+    expected = torch.autograd.grad(function(x * 1).sum(), (x, weight))
+    assert all(map(torch.equal, call(only(aten.mm.default, RECOMPUTE)), expected))
+
+
 def test_a_write_to_a_kept_output_raises():
     function, policy = lambda x, w: torch.bmm(x, w).mul_(2).sin(), only(aten.bmm.default)
     x, w = (torch.ones(2, 3, 3, requires_grad=True) for _ in range(2))

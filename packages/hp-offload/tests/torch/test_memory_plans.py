@@ -161,10 +161,16 @@ def test_a_step_that_saves_more_than_its_plan_says_so():
     model(x).backward()
     text = (
         r"second step under a plan of memory saves \+1\d\d% of what the plan counts: .* kept \(planned .*\), .* swapped"
+        r".* Trace and plan with arguments of the shapes that training has"
     )
     with pytest.warns(MemoryPlanWarning, match=text):
         model(x.repeat(2, 1)).backward()
     model(x.repeat(2, 1)).backward()  # said once
+    model, x = net(3), x.repeat(2, 1)
+    saved = trace_saved(model, (x,))
+    apply_memory_plan(model, plan_memory(saved, int(0.7 * sum(each.bytes for each in saved)), 1e15))
+    for _ in range(3):
+        model(x).backward()
 
 
 class Peaks(Live):
@@ -230,11 +236,19 @@ def test_bad_input():
         apply_memory_plan(model, {})
     with pytest.raises(ValueError, match=r"the model has no block 'block.0'; close: blocks.0, blocks.1. A block is a"):
         apply_memory_plan(model, MemoryPlan({"block.0.up#0": SWAP}, 0, 0.0))
+    apply_memory_plan(net(2), MemoryPlan({"blocks.0.up#0": SWAP}, 0, 0.0))(x)
+    silent = nn.Linear(8, 8)
+    silent.register_forward_hook(lambda module, args, out: setattr(module, "out", out.sin()) or out.detach())
     with pytest.raises(ValueError, match="no tensor of the model's output requires gradients; pass loss="):
-        trace_saved(nn.Identity(), (x,))
-    unknown = apply_memory_plan(model, MemoryPlan({"blocks.0.up#7": RECOMPUTE}, 0, 0.0))
-    with pytest.raises(ValueError, match=r"the block 'blocks.0' saves no 'blocks.0.up#7'; close: blocks.0.up#0"):
-        unknown(x)
+        trace_saved(silent, (x.float(),))
+    assert trace_saved(silent, (x.float(),), loss=lambda out: silent.out.sum())
+    with pytest.raises(
+        ValueError, match=r"the block 'blocks.0' saves no 'blocks.0.up#7'; close: blocks.0.up#0"
+    ) as error:
+        apply_memory_plan(net(2), MemoryPlan({"blocks.0.up#7": RECOMPUTE}, 0, 0.0))(x)
+    assert "trace the model as it is now, with inputs like these" in str(error.value)
+    saved = trace_saved(model, (x,))
+    assert all(map(torch.equal, gradients(apply_memory_plan(model, plan_memory(saved, 10**6, 0))), gradients(net(2))))
 
 
 def test_a_block_that_runs_twice_is_refused():

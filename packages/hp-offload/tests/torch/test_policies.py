@@ -13,7 +13,14 @@ from offload_models import Block, gradients, net, same_bits
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
-from hp_offload import CheckpointPolicy, SwapManager, checkpoint, checkpoint_exclude_wrapper, checkpoint_wrapper
+from hp_offload import (
+    CheckpointPolicy,
+    SwapManager,
+    checkpoint,
+    checkpoint_exclude_wrapper,
+    checkpoint_wrapper,
+    swap_wrapper,
+)
 from hp_platform.torch import heavy
 
 aten = torch.ops.aten
@@ -126,9 +133,15 @@ def test_an_output_that_was_written_to_raises():
     with pytest.raises(RuntimeError, match="has been mutated"):  # torch's, in the first call
         checkpoint(module, x, policy_fn=policy).sum().backward()
     with pytest.raises(
-        RuntimeError, match=r"The output of map#0 in Written.*: it was modified in place after .*\(1 time\)"
+        RuntimeError, match=r"of map#0 in Written.*: it was modified in place .*\(1 time\): do not keep this output, or"
     ):
         checkpoint(module, x, policy_fn=policy).sum().backward()
+    expected = torch.autograd.grad(module(x).sum(), x)[0]
+    copied = lambda x: F.relu(module.map(x)).exp()  # noqa: E731
+    for function, answer in ((module, RECOMPUTE), (copied, SAVE)):
+        for _ in range(2):
+            out = checkpoint(function, x, policy_fn=products(answer)).sum()
+            assert torch.equal(torch.autograd.grad(out, x)[0], expected)
 
 
 def test_another_branch_names_the_sites():
@@ -184,9 +197,12 @@ def test_a_policy_that_looks_at_values_falls_back_and_says_so():
 def test_swapping_what_no_module_computes_is_refused():
     policy = lambda ctx, op, *a, **k: SWAP if op is aten.gelu.default else RECOMPUTE  # noqa: E731
     with pytest.raises(
-        NotImplementedError, match=r"of Block.* answers MUST_SWAP for aten.gelu.default: only outputs of"
+        NotImplementedError,
+        match=r"of Block.* MUST_SWAP for aten.gelu.default: only .* by `swap`, or answer MUST_RECOMP",
     ):
         checkpoint(Block(), torch.ones(4, 8), policy_fn=policy)
+    same_bits(swap_wrapper)
+    same_bits(lambda block: checkpoint_wrapper(block, lambda ctx, op, *a, **k: RECOMPUTE))
 
 
 @pytest.mark.parametrize("answer", ["keep", None, 7, 1.0])
@@ -211,8 +227,6 @@ def test_two_hundred_mixes_have_the_same_bits():
             return given[tuple(args[2].t().shape)] if op is aten.addmm.default else RECOMPUTE
 
         return policy
-
-    from hp_offload import swap_wrapper
 
     for case in range(200):
         other = copy.deepcopy(model)

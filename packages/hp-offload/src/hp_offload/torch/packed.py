@@ -42,16 +42,19 @@ def version_of(tensor: T) -> T:
     return counter
 
 
-def changed(what: str, writes: int) -> RuntimeError:
+def changed(
+    what: str, writes: int, advice: str = "Write to a copy (`x = x + y` in place of `x += y`)."
+) -> RuntimeError:
     """Return the error for a saved tensor that was written to in place.
 
     Args:
         what: names the tensor.
         writes: how often.
+        advice: what to do instead.
     """
     return RuntimeError(
         f"{what} was modified in place {writes} {'time' if writes == 1 else 'times'} after an operation saved it for"
-        " backward: its gradient would be wrong. Write to a copy (`x = x + y` in place of `x += y`)."
+        f" backward: its gradient would be wrong. {advice}"
     )
 
 

@@ -299,7 +299,9 @@ class _Region:
             )
         if again[3] != version >= 0 <= again[3]:
             what = f"Between the forward of {self.name} and its recomputation, a tensor of shape {tuple(shape)}"
-            raise changed(what + " that it uses", again[3] - version)
+            # A copy in its place would be what the second run uses, and nothing would tell it from the first.
+            advice = "Change it after backward, or pass it to the function as an argument and write to a copy."
+            raise changed(what + " that it uses", abs(again[3] - version), advice)
         reference = self._slots[index]
         slot = None if reference is None else reference()
         if slot is not None:
