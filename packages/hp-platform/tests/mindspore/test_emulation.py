@@ -87,6 +87,9 @@ def test_a_message_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"rank 0 of 'mccl_world_group' sent 12 bytes with tag 0; the tensor of shape"
                        r" \(2,\) and float32 has 8"):  # fmt: skip
         platform.collectives.recv(Tensor(np.ones(2, np.float32)), 0, group=group)
+    fitting = Tensor(np.zeros(3, np.float32))
+    platform.collectives.recv(fitting, 0, group=group)
+    assert fitting.asnumpy().tolist() == [1.0, 1.0, 1.0]
 
 
 def fail_late() -> None:

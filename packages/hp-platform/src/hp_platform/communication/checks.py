@@ -156,9 +156,11 @@ def no_default_group() -> RuntimeError:
 
 def check_same_world(here: Mapping[str, object], requested: Mapping[str, object]) -> None:
     """Refuse another initialization that disagrees with the existing default group."""
+    # mccl can't be initialised twice in a process.
+    first = "Restart the ranks with these" if here["backend"] == "mccl" else "Call destroy_process_group() first"
     different = [f"{name} is {here[name]!r}, got {requested[name]!r}" for name in here if requested[name] != here[name]]
     if different:
         raise RuntimeError(
             f"The default process group already exists: its {'; '.join(different)}. "
-            "Call destroy_process_group() first, or leave the arguments out."
+            f"{first}, or leave the arguments out."
         )

@@ -193,14 +193,14 @@ class Receive:
             data = self._next()
             if data is not None:
                 put_by.append(data)
-        data = put_by.popleft()
-        if data.nbytes != array.nbytes:
+        data = put_by[0]
+        if data.nbytes != array.nbytes:  # the message stays, for a receive that fits
             raise ValueError(
                 f"recv: rank {self.src} of {self.group!r} sent {data.nbytes} bytes with tag {self.tag}; the tensor of"
                 f" shape {tuple(array.shape)} and {array.dtype} has {array.nbytes}. Receive with the shape and dtype"
                 " that were sent."
             )
-        array[...] = data.view(array.dtype).reshape(array.shape)
+        array[...] = put_by.popleft().view(array.dtype).reshape(array.shape)
 
     def _next(self) -> np.ndarray | None:
         """Read a message from the queue; put it by and return None where it is for another receive."""

@@ -45,7 +45,8 @@ def initialize(
         raise ValueError(f"backend={backend!r}, but on {devices.kind} MindSpore supports only {expected!r}.")
     if pg_options is not None:
         raise ValueError(
-            "pg_options: MindSpore's default group has no options: pass them to split_group, or set HCCL_BUFFSIZE."
+            "pg_options: MindSpore's default group has no options: pass them to split_group for fewer ranks, or set"
+            " HCCL_BUFFSIZE."
         )
     if devices.kind == "cpu" or device_id is not None:
         devices.set_device(device_id or 0)
