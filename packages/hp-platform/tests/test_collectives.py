@@ -309,6 +309,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
             call()
     collectives.all_reduce(two, group=group)  # the ranks are still in step
     assert as_array(two).tolist() == [2.0, 2.0]
+    # What the errors say to do: "pass tensor.contiguous()", "use sum, then divide and round", "pass input_splits".
+    for tensor in (strided.contiguous(), integers):
+        collectives.all_reduce(tensor, group=group)
+        assert np.all(as_array(tensor) == 2)
+    output = as_tensor(np.zeros(2 + 2 * rank()), "float32")
+    collectives.all_to_all(output, three, input_splits=[1, 2], group=group)
+    assert as_array(output).tolist() == [1.0] * (2 + 2 * rank())
 
 
 @on_ranks(2)

@@ -106,8 +106,13 @@ def test_what_does_not_fit_is_refused():
         fused.flash_attention(q, k, k)
     with pytest.raises(ValueError, match="Unknown layout 'SBH'; expected one of BSND, BNSD"):
         fused.flash_attention(q, q, q, layout="SBH")
-    with pytest.raises(ValueError, match="causal=True or a mask"):
-        fused.flash_attention(q, q, q, causal=True, mask=torch.ones(6, 6, dtype=torch.bool))
+    mask = torch.ones(6, 6, dtype=torch.bool, device=device_type())
+    with pytest.raises(ValueError, match="causal=True or a mask, not both: include causality in the mask"):
+        fused.flash_attention(q, q, q, causal=True, mask=mask)
+    x = torch.randn(2, 6, 4, 8, device=device_type())
+    torch.testing.assert_close(
+        fused.flash_attention(x, x, x, mask=mask.tril()), fused.flash_attention(x, x, x, causal=True)
+    )
     with pytest.raises(TypeError, match="needs q, k and v of one dtype"):
         fused.flash_attention(q, q.half(), q)
     with pytest.raises(ValueError, match=r"weight of shape \(4,\) must equal the last dims of x, \(2, 6, 4, 8\)"):

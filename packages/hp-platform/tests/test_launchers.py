@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +114,12 @@ import sys
 import numpy
 import hp_platform
 from hp_platform import get_platform
+try:
+    get_platform().groups.size()
+except RuntimeError as error:
+    assert "call init_process_group() first" in str(error)
+else:
+    raise AssertionError
 hp_platform.init_process_group()
 hp_platform.init_process_group()
 groups, platform = get_platform().groups, get_platform()
@@ -123,7 +130,7 @@ else:
     import mindspore
     tensor = mindspore.Tensor(numpy.ones(3, "float32"))
 platform.collectives.all_reduce(tensor, group=groups.default_group())
-print(groups.rank(), groups.size(), [float(each) for each in tensor])
+sys.stdout.write(f"{groups.rank()} {groups.size()} {[float(each) for each in tensor]}\\n")  # at once
 hp_platform.destroy_process_group()
 """
 
@@ -135,12 +142,19 @@ def started(environment: dict[str, str], program: str = PROGRAM) -> subprocess.P
 
 
 @pytest.mark.not_on("torch-npu-sim", reason="starts a process of its own; nothing of the device in it")
-def test_a_process_that_nobody_started_is_a_world_of_one(elsewhere):
+def test_a_process_that_nobody_started_is_a_world_of_one(elsewhere, tmp_path):
     with started(elsewhere) as process:
         out, err = process.communicate()
     assert (process.returncode, out) == (0, "0 1 [1.0, 1.0, 1.0]\n"), err
-    note = f"no launcher started this process, so it is the only rank; {launch_command(get_platform().name, 2)} PROGRAM"
-    assert err.count(note) == 1
+    command = launch_command(get_platform().name, 2)
+    assert err.count(f"no launcher started this process, so it is the only rank; {command} PROGRAM starts two") == 1
+    if get_platform().name == "torch":  # msrun's ranks meet at a fixed port
+        (tmp_path / "program.py").write_text(PROGRAM)
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        named = {**elsewhere, "PATH": path, "HYPER_PARALLEL_DEVICE": "cpu", "TMPDIR": str(tmp_path)}
+        done = subprocess.run([*command.split(), "program.py"], cwd=tmp_path, env=named, capture_output=True, text=True)
+        lines = sorted(done.stdout.splitlines())
+        assert (done.returncode, lines) == (0, [f"{rank} 2 [3.0, 3.0, 3.0]" for rank in range(2)]), done.stderr
 
 
 @pytest.mark.framework("torch")

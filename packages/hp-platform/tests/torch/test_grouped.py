@@ -66,9 +66,15 @@ def test_what_does_not_fit_is_refused(sizes, transposed, text):
         grouped_linear(x, weight, sizes, transposed=transposed)
 
 
-def test_more_rows_than_32_bits_count_are_refused():
+def test_more_rows_than_32_bits_count_are_refused(monkeypatch):
     x, weight = torch.zeros(1, 4).expand(2**31, 4), torch.zeros(1, 4, 4)
     with pytest.raises(
         ValueError, match="2147483648 rows are more than 2147483647, which its kernels count in 32 bits"
     ):
         grouped_linear(x, weight, [2**31])
+    monkeypatch.setattr("hp_platform.torch.grouped._MOST_ROWS", 5)
+    x, weight = torch.randn(9, 4), torch.randn(2, 4, 4)
+    with pytest.raises(ValueError, match="9 rows are more .* call it for some of them at a time"):
+        grouped_linear(x, weight, [3, 6])
+    parts = [grouped_linear(x[:5], weight, [3, 2]), grouped_linear(x[5:], weight, [0, 4])]
+    torch.testing.assert_close(torch.cat(parts), torch.cat([x[:3] @ weight[0].mT, x[3:] @ weight[1].mT]))

@@ -67,11 +67,15 @@ def join_by_environment(port: int) -> tuple[int, bool]:
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = get_platform().groups
     before = groups.new_group([rank])
+    rank = size - 1 - rank
+    with pytest.raises(RuntimeError, match=r"its rank is .* Call destroy_process_group\(\) first"):
+        hp_platform.init_process_group(rank=rank)
     hp_platform.destroy_process_group()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     hp_platform.init_process_group()
     tensor = torch.ones(1, device=device_type())
     get_platform().collectives.all_reduce(tensor, group=groups.new_group(range(size)))
+    assert dist.get_rank() == rank
     return int(tensor.item()), groups.new_group([rank]) is before
 
 
@@ -104,3 +108,4 @@ def test_a_group_of_some_ranks_does_not_split_the_communicator_of_a_bound_world(
 def test_a_device_that_a_group_does_not_reach_is_named():
     with pytest.raises(ValueError, match="of backend .* does not communicate from meta: use a device of that backend"):
         get_platform().collectives.has_tags(dist.group.WORLD, "meta")
+    assert isinstance(get_platform().collectives.has_tags(dist.group.WORLD, device_type()), bool)
