@@ -95,6 +95,17 @@ def test_an_empty_dictionary_takes_values_and_no_tensors(saved):
         with pytest.raises(ValueError, match=text):
             loaded(fresh, folder, **options)
         assert fresh["optimizer"]["param_groups"][0]["lr"] == 0.0
+        del fresh["optimizer"]["state"]
+        assert loaded(fresh, folder, **options)["optimizer"]["param_groups"][0]["lr"] == 0.5
+
+
+def test_lists_of_the_same_length_take_the_tensors_of_lists_and_tuples(tmp_path):
+    save({"list": [tensor(1), 5], "pair": (tensor(2), 6)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    for name, own in (("list", [tensor(0)]), ("pair", [tensor(0)]), ("pair", (tensor(0), 0))):
+        with pytest.raises(ValueError, match=f"'{name}' is a .* with tensors, .*; use lists of the same length"):
+            loaded({name: own}, tmp_path / "c")
+    found = loaded({"list": [tensor(0), 0], "pair": [tensor(0), 0]}, tmp_path / "c")
+    assert [[as_array(one).tolist(), two] for one, two in found.values()] == [[[1.0] * 3, 5], [[2.0] * 3, 6]]
 
 
 def test_a_tied_tensor_is_loaded_from_the_name_that_the_checkpoint_has(saved):

@@ -141,6 +141,7 @@ def test_states_that_are_missing_are_errors(tmp_path):
     checkpoints.save(1, model)
     with pytest.raises(ValueError, match="the checkpoint has no optimizer; load it without one"):
         checkpoints.load(model, optimizer_of("torch", model))
+    assert checkpoints.load(model).step == 1
     other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, other, (0, 1))
     checkpoints.save(2, model, other)
@@ -148,6 +149,11 @@ def test_states_that_are_missing_are_errors(tmp_path):
         ValueError, match="optimizer is of another class: it has dampening, momentum, and lacks betas, eps; build the"
     ):
         checkpoints.load(model, optimizer_of("torch", model))
+    new = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.8)
+    assert checkpoints.load(model, new).step == checkpoints.load(model).step == 2
+    assert new.param_groups[0]["lr"] == 0.1 and new.param_groups[0]["momentum"] == 0.9
+    buffers = [[each.state[key]["momentum_buffer"].to_local() for key in model.parameters()] for each in (new, other)]
+    assert all(map(torch.equal, *buffers))
     with pytest.raises(TypeError, match=r"keep must be a Keep, as Keep\(last=2\), got 3"):
         Checkpointer(tmp_path / "run", keep=3, background=False)
     with pytest.raises(FileNotFoundError, match=r"step 5 is not in .*; it has the steps \[1, 2\]"):
@@ -166,8 +172,13 @@ def test_a_state_of_unknown_layout_is_refused(tmp_path):
     parameter = next(each for each in model.parameters() if each.to_local().numel())
     optimizer.state[parameter]["codes"] = torch.zeros(7)
     expected = "rank 0: checkpoint: state 'codes' of '0.weight' in AdamW is a plain tensor of shape .7,., and the param"
+    checkpoints = Checkpointer(tmp_path / "run", background=False)
     with pytest.raises(CheckpointError, match=expected):
-        Checkpointer(tmp_path / "run", background=False).save(1, model, optimizer)
+        checkpoints.save(1, model, optimizer)
+    other = optimizer_of("adamw", model)  # an optimizer whose states are DTensors, as the error says
+    train(model, other, (0, 1))
+    checkpoints.save(1, model, other)
+    assert checkpoints.load(model, optimizer_of("adamw", model)).step == 1
 
 
 @on_ranks(1)
@@ -176,17 +187,25 @@ def test_what_a_load_could_not_bring_back_is_refused_by_the_save(tmp_path):
         def get_extra_state(self):
             return torch.ones(1)
 
+        def own(self):
+            return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
         def set_extra_state(self, state):
             pass
 
     checkpoints = Checkpointer(tmp_path / "run", background=False)
     with pytest.raises(TypeError, match="'_extra_state' of state_dict.. is no parameter or buffer of the Counter"):
-        checkpoints.save(1, Counter(2, 2))
+        checkpoints.save(1, model := Counter(2, 2))
+    checkpoints.save(1, model.own(), optimizer_of("torch", model), extra={"own": model.get_extra_state()})
+    other = Counter(2, 2)
+    loaded = checkpoints.load(other.own(), optimizer_of("torch", other))
+    assert torch.equal(other.weight, model.weight) and loaded.extra["own"].tolist() == [1.0]
     with pytest.raises(TypeError, match="'mean' is BF16, which NumPy lacks, .* convert it before the call, as by .f"):
-        checkpoints.save(1, plain(), extra={"mean": torch.zeros(2, dtype=torch.bfloat16)})
-    checkpoints.save(1, plain())
+        checkpoints.save(2, plain(), extra={"mean": torch.ones(2, dtype=torch.bfloat16)})
+    checkpoints.save(2, plain(), extra={"mean": torch.ones(2, dtype=torch.bfloat16).float()})
     with pytest.raises(ValueError, match="the checkpoint has no schedule; load it without one"):
         checkpoints.load(plain(), schedule=torch.optim.lr_scheduler.ConstantLR(optimizer_of("torch", plain())))
+    assert checkpoints.load(plain()).extra["mean"].tolist() == [1.0, 1.0]
 
 
 @on_ranks(2)

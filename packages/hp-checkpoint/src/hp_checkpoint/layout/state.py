@@ -187,7 +187,7 @@ def changes(
                 continue
             raise ValueError(f"load: {_dotted(own)!r} is not in the checkpoint, which has {shown(list(saved)[:8])}")
         value = saved[at]
-        same_length = isinstance(inner, list) and isinstance(value, list) and len(inner) == len(value)
+        same_length = isinstance(inner, list) and isinstance(value, (list, tuple)) and len(inner) == len(value)
         if same_length or isinstance(inner, dict):
             yield from changes(inner, value, own, partial=partial)
             continue

@@ -34,7 +34,8 @@ def model_state(model: torch.nn.Module | Mapping[str, Any]) -> State:
         if id(value) not in tensors:
             raise TypeError(
                 f"checkpoint: {name!r} of state_dict() is no parameter or buffer of the {type(model).__name__}:"
-                " get_extra_state() or a hook made it, and loading would not reach the model. Save it as extra"
+                " get_extra_state() or a hook made it, and loading would not reach the model. Save it as extra, and a"
+                " dictionary of the parameters and buffers as the model"
             )
         own = _unwrapped(name)
         state.setdefault(tied.get(own, own), value)
