@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from crash_program import empty, loads, state
 
-from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, save
-from hp_checkpoint.disk import retention
+from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, load_checkpoint, save
+from hp_checkpoint.disk import json_texts, retention, storage
 from hp_checkpoint.disk.files import Kind, lay_out
 from hp_checkpoint.disk.manifest import Manifest, sealed
 from hp_checkpoint.disk.storage import check_space
@@ -32,6 +32,7 @@ from hp_checkpoint.loading import loading
 from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving import arrangements
 from hp_checkpoint.saving.saving import save_state
+from hp_testing import as_array
 
 
 @pytest.mark.parametrize("fault", ["kill", "ENOSPC", pytest.param("EIO", marks=pytest.mark.thorough)])
@@ -292,6 +293,7 @@ def test_damaged_folders(checkpoint, tmp_path, damage, error):
     damage(folder)
     with pytest.raises((CheckpointError, InvalidCheckpointError, FileNotFoundError), match=error):
         load(empty(), checkpoint_id=folder, no_dist=True)
+    assert loads(checkpoint, 1)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +312,10 @@ def test_states_that_do_not_fit(checkpoint, change, error):
     change(new)
     with pytest.raises((TypeError, ValueError), match=error):
         load(new, checkpoint_id=checkpoint, no_dist=True)
+    if "can't be written" in error:
+        new["model"]["w1"] = new["model"]["w1"].copy()
+        load(new, checkpoint_id=checkpoint, no_dist=True)
+        assert (new["model"]["w1"] == state(1)["model"]["w1"]).all()
 
 
 def test_near_misses_are_of_what_an_error_shows(checkpoint, monkeypatch):
@@ -323,32 +329,82 @@ def test_near_misses_are_of_what_an_error_shows(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("bad", "error"),
+    ("bad", "error", "mended"),
     [
-        ({"a": {"b": object()}}, "'a.b' is a builtins.object; .*because a pickle would run code when it is loaded"),
-        ({"a": {(1, 2): 3}}, r"'a' has the key \(1, 2\); keys are strings or numbers"),
+        (
+            {"a": {"b": object()}},
+            r"'a.b' is a builtins.object; .*because a pickle would run code when it is loaded. .* or str\(\)",
+            lambda s: {"a": {"b": str(s["a"]["b"])}},
+        ),
+        ({"a": {(1, 2): 3}}, r"'a' has the key \(1, 2\); keys are strings or numbers", lambda s: {"a": {"1,2": 3}}),
         (
             {"model": {"a.b": np.zeros(1), "a": {"b": np.zeros(1)}}},
             "two tensors are named 'a.b' in 'model'; rename one",
+            lambda s: {"model": {"c": s["model"]["a.b"], "a": s["model"]["a"]}},
         ),
-        ({"w": np.array(["x"])}, "'w' has dtype <U1, which safetensors lacks; convert it before the call"),
-        ({"w": np.zeros(2, ">f4")}, r"'w' has dtype >f4, of the other byte order; .* \.astype\('float32'\)"),
-        ({"w": np.ma.masked_array([1.0], [True])}, "'w' is a masked array, whose mask would be lost"),
-        ({"loss": np.float64("nan")}, "'loss' is a numpy.float64; .* Convert it, as by .item"),
         (
-            {"model": argparse.Namespace(state_dict=dict)},
-            r"'model' is a argparse.Namespace; .* Save its state_dict\(\)",
+            {"w": np.array(["x"])},
+            "'w' has dtype <U1, which safetensors lacks; convert it before the call",
+            lambda s: {"w": s["w"].tolist()},
         ),
-        ({"name": "\udcff"}, r"'name' has the text '\\udcff', which UTF-8 lacks"),
-        ({"model": {"\udcff": np.zeros(1)}}, r"'model' has the text '\\udcff', which UTF-8 lacks"),
-        ([1], "the state is a list, expected a dictionary"),
-        ({"__metadata__": np.zeros(1)}, "a tensor is named '__metadata__', a name that safetensors reserves"),
+        (
+            {"w": np.ones(2, ">f4")},
+            r"'w' has dtype >f4, of the other byte order; .* \.astype\('float32'\)",
+            lambda s: {"w": s["w"].astype("float32")},
+        ),
+        (
+            {"w": np.ma.masked_array([1.0], [True])},
+            "'w' is a masked array, whose mask would be lost; save its .data and its .mask",
+            lambda s: {"w": s["w"].data, "mask": s["w"].mask},
+        ),
+        (
+            {"loss": np.float64("nan")},
+            "'loss' is a numpy.float64; .* Convert it, as by .item",
+            lambda s: {"loss": s["loss"].item()},
+        ),
+        (
+            {"model": argparse.Namespace(state_dict=lambda: {"w": np.ones(1)})},
+            r"'model' is a argparse.Namespace; .* Save its state_dict\(\)",
+            lambda s: {"model": s["model"].state_dict()},
+        ),
+        ({"name": "\udcff"}, r"'name' has the text '\\udcff', which UTF-8 lacks", lambda s: {"name": ascii(s["name"])}),
+        (
+            {"model": {"\udcff": np.zeros(1)}},
+            r"'model' has the text '\\udcff', which UTF-8 lacks",
+            lambda s: {"model": {"w": s["model"]["\udcff"]}},
+        ),
+        ([1], "the state is a list, expected a dictionary", lambda s: {"list": s}),
+        (
+            {"__metadata__": np.zeros(1)},
+            "a tensor is named '__metadata__', a name that safetensors reserves; rename it",
+            lambda s: {"metadata": s["__metadata__"]},
+        ),
+        (
+            {"ids": list(range(1001))},
+            "has about 1,002 values beside 0 bytes of data, .* Save many numbers as an array",
+            lambda s: {"ids": np.array(s["ids"])},
+        ),
     ],
 )
-def test_states_that_are_refused(tmp_path, bad, error):
-    with pytest.raises((TypeError, ValueError), match=error):
+def test_states_that_are_refused(tmp_path, monkeypatch, bad, error, mended):
+    """And saved as the error says, loaded as they were saved."""
+    monkeypatch.setattr(json_texts, "_VALUES", 1000)
+    with pytest.raises((TypeError, ValueError, InvalidCheckpointError), match=error):
         save(bad, checkpoint_id=tmp_path / "c", no_dist=True)
     assert not list(tmp_path.iterdir())
+    state = mended(bad)
+    save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert plain(load_checkpoint(tmp_path / "c")) == plain(state)
+
+
+def plain(value):
+    """Return what == compares: bytes of tensors, and texts, since NaN is not equal to itself."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if not hasattr(value, "shape"):
+        return repr(value)
+    array = value if isinstance(value, np.ndarray) else as_array(value)
+    return array.dtype.name, array.tobytes()
 
 
 def test_foreign_folders(tmp_path):
@@ -358,12 +414,25 @@ def test_foreign_folders(tmp_path):
         InvalidCheckpointError, match="has model.pt, which are pickles: loading them would run code, so"
     ):
         load({}, checkpoint_id=tmp_path / "pickles", no_dist=True)
-    with pytest.raises(FileExistsError, match="pickles exists and is no checkpoint; only a checkpoint is replaced"):
+    with pytest.raises(FileExistsError, match="pickles exists and is no checkpoint; .* Save under another name"):
         save({"w": np.zeros(1)}, checkpoint_id=tmp_path / "pickles", no_dist=True)
     assert (tmp_path / "pickles" / "model.pt").read_bytes() == b"x"
-    save({"w": np.zeros(1)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    save({"w": np.ones(1)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     with pytest.raises(FileNotFoundError, match="there is no checkpoint .*step-2; .* has the checkpoints step-1"):
         load({}, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    with pytest.raises(InvalidCheckpointError, match="is no checkpoint: .*, but the checkpoints .*step-1: name one of"):
+        load({}, checkpoint_id=tmp_path, no_dist=True)
+    load(new := {"w": np.zeros(1)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    assert new["w"] == 1
+
+
+def test_a_file_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
+    save(state(1), checkpoint_id=tmp_path / "c", no_dist=True)
+    monkeypatch.setattr(storage.ctypes, "CDLL", lambda *arguments, **options: types.SimpleNamespace())
+    with pytest.raises((CheckpointError, OSError), match="can't exchange folders; save under a new name"):
+        save(state(2), checkpoint_id=tmp_path / "c", no_dist=True)
+    save(state(2), checkpoint_id=tmp_path / "new", no_dist=True)
+    assert loads(tmp_path / "c", 1) and loads(tmp_path / "new", 2)
 
 
 def test_a_model_folder_without_a_manifest(tmp_path):

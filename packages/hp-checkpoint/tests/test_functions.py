@@ -89,6 +89,10 @@ def test_a_save_refuses_what_it_would_ignore(options, error, text, tmp_path, mon
         with pytest.raises(error, match=text):
             function(state_of(), no_dist=True, **options)
     assert not list(tmp_path.iterdir())
+    for given in ({"checkpoint_id": "a"}, {"storage_writer": FileSystemWriter("b", max_shard_size="5GB")}):
+        save(state_of(), no_dist=True, **given)
+    load(state := zeros(), checkpoint_id="b", no_dist=True)
+    assert state["step"] == 3
 
 
 @on_ranks(1, 2)
@@ -179,8 +183,11 @@ def test_a_hugging_face_reader_reads_the_model_alone(tmp_path):
     with pytest.raises(InvalidCheckpointError, match="model.safetensors"):
         load({"w": as_tensor(0 * W)}, storage_reader=reader, no_dist=True)
     save({"other": {"w": as_tensor(W)}}, checkpoint_id=tmp_path / "b", no_dist=True)
+    state = {"other": {"w": as_tensor(0 * W)}}
     with pytest.raises(InvalidCheckpointError, match="b has no model in safetensors; read it by FileSystemReader"):
-        load({"w": as_tensor(W)}, storage_reader=HuggingFaceStorageReader(tmp_path / "b"), no_dist=True)
+        load(state, storage_reader=HuggingFaceStorageReader(tmp_path / "b"), no_dist=True)
+    load(state, storage_reader=FileSystemReader(tmp_path / "b"), no_dist=True)
+    assert as_array(state["other"]["w"]).tolist() == W.tolist()
 
 
 @contextlib.contextmanager
@@ -209,6 +216,10 @@ def test_each_rank_may_read_by_itself(tmp_path):
     for options in ({"planner": 1 if rank else None}, {"use_collectives": not rank}):
         with pytest.raises(CheckpointError, match="save failed on 1 of 2 ranks: rank 1: "):
             save({"w": own}, checkpoint_id=tmp_path / "b", **options)
+    alone = {"checkpoint_id": tmp_path / f"alone{rank}", "no_dist": True}
+    save({"w": as_tensor(W + rank)}, **alone)  # as both errors say: use_collectives, remove_redundancy
+    load(state := {"w": as_tensor(0 * W)}, **alone)
+    assert as_array(state["w"]).tolist() == (W + rank).tolist()
     with pytest.raises(ValueError, match="different limits: rank 0: 10, rank 1: 11"):
         save({"w": own}, storage_writer=FileSystemWriter(tmp_path / "b", max_shard_size=10 + rank))
     both = {"w": own, "v": distribute_tensor(as_tensor(W), mesh, [Replicate()])}

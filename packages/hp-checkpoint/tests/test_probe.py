@@ -12,6 +12,7 @@ import pytest
 
 from hp_checkpoint import load, save
 from hp_checkpoint.disk.tools import faults, summary
+from hp_checkpoint.formats.export import to_hugging_face
 from hp_checkpoint.saving import probe
 from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
@@ -71,7 +72,11 @@ def test_ranks_that_cannot_write_one_file_write_their_own(tmp_path, monkeypatch,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
     new = {"model": {"w": as_tensor(np.zeros((6, 5), np.float32))}}
     load(new, checkpoint_id=tmp_path / "two")
-    assert as_array(new["model"]["w"]).tolist() == np.arange(30.0).reshape(6, 5).tolist()
+    to_hugging_face(tmp_path / "two", tmp_path / f"joined{rank}")  # as the command does that the warning names
+    joined = {"model": {"w": as_tensor(np.zeros((6, 5), np.float32))}}
+    load(joined, checkpoint_id=tmp_path / f"joined{rank}", no_dist=True)
+    for each in (new, joined):
+        assert as_array(each["model"]["w"]).tolist() == np.arange(30.0).reshape(6, 5).tolist()
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ from hp_checkpoint.loading import host_memory, loading, transfers
 from hp_checkpoint.loading.reads import exchange
 from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.saving import save_state
-from hp_dtensor import RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks, run_ranks
 
@@ -145,6 +145,23 @@ def test_each_byte_is_read_once(tmp_path):
 
 
 @on_ranks(2)
+def test_what_ranks_have_together_is_saved_together(tmp_path):
+    mesh = init_device_mesh(device_type(), (2,))
+    partial = DTensor.from_local(as_tensor(np.ones(3, np.float32)), mesh, [Partial()])
+    with pytest.raises(ValueError, match=r"elements of a Partial's value. Reduce it first: tensor.reduce_partial\(\)"):
+        save({"w": partial}, checkpoint_id=tmp_path / "c")
+    whole = partial.reduce_partial()
+    alone = tmp_path / f"alone{get_platform().groups.rank()}"
+    with pytest.raises(
+        ValueError, match=r"'w' is on the ranks \(0, 1\), and 1 take part; call without no_dist, on all"
+    ):
+        save({"w": whole}, checkpoint_id=alone, no_dist=True)
+    save({"w": whole}, checkpoint_id=tmp_path / "c")
+    load(new := {"w": as_tensor(np.zeros(3, np.float32))}, checkpoint_id=tmp_path / "c")
+    assert as_array(new["w"]).tolist() == [2.0] * 3
+
+
+@on_ranks(2)
 def test_a_failing_rank_is_named_on_all(tmp_path):
     rank = get_platform().groups.rank()
     bad = {"model": {"w": as_tensor(np.zeros(2, np.float32))}, "x": object() if rank == 1 else 1}
@@ -157,6 +174,10 @@ def test_a_failing_rank_is_named_on_all(tmp_path):
     with pytest.raises(ValueError, match="the ranks save different targets: rank 0: .*c0'"):
         save({"model": {"w": as_tensor(np.zeros(3, np.float32))}}, checkpoint_id=tmp_path / f"c{rank}")
     assert not list(tmp_path.iterdir())
+    own = {"model": {"w": as_tensor(np.zeros(3, np.float32))}, f"rank{rank}": rank}  # as the error says
+    save(own, checkpoint_id=tmp_path / "c")
+    load(new := {"rank0": None, "rank1": None}, checkpoint_id=tmp_path / "c")
+    assert new == {"rank0": 0, "rank1": 1}
     save({"model": {"w": as_tensor(np.zeros(3, np.float32))}}, checkpoint_id=tmp_path / "c")
     with pytest.raises(CheckpointError, match="load failed on 1 of 2 ranks: rank 1: .*lacks 1 of 1 tensors: 'v'"):
         load({"model": {"wv"[rank]: as_tensor(np.ones(3, np.float32))}}, checkpoint_id=tmp_path / "c")

@@ -116,6 +116,9 @@ def test_a_save_after_the_close(tmp_path, beside):
         checkpoints.save(2, model)
     checkpoints.close()
     assert checkpoints.load(model).step == 1 and checkpoints.steps() == [1]
+    with Checkpointer(checkpoints.folder, background=beside) as another:
+        another.save(2, model)
+    assert another.steps() == [1, 2]
 
 
 def test_the_error_of_another_writer(tmp_path):
@@ -256,6 +259,8 @@ def test_metrics_that_are_none(tmp_path):
             with pytest.raises(CheckpointError, match="failed on 1 of 2 ranks: rank 1: save: Keep.* compares metrics"):
                 checkpoints.save(1, model, metric=None if rank else 1.0)
         assert checkpoints.steps() == []
+        checkpoints.save(1, model, metric=torch.tensor(1.0).item())
+        assert checkpoints.steps() == [1]
 
 
 @on_ranks(1)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hp_checkpoint import load, save
 from hp_checkpoint.torch.dtypes import DTYPES
-from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor
+from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, init_parameters
 from hp_testing import device_type, on_ranks
 
 
@@ -58,21 +58,42 @@ def test_views_with_lazy_signs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "error"),
+    ("value", "error", "mended"),
     [
-        (lambda: torch.zeros(2, dtype=torch.complex128), "'w' has dtype torch.complex128, which safetensors lacks"),
-        (lambda: torch.zeros(2, dtype=torch.float8_e4m3fnuz), "'w' has dtype torch.float8_e4m3fnuz, which safetensors"),
-        (lambda: torch.empty(2, device="meta"), "'w' is on the meta device and has no values"),
-        (lambda: torch.eye(2).to_sparse(), "'w' has the layout torch.sparse_coo; expected a dense tensor"),
-        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "'w' is a nested tensor; save its .unbin"),
+        (
+            lambda: torch.ones(2, dtype=torch.complex128),
+            "'w' has dtype torch.complex128, which safetensors lacks; convert it before the call",
+            lambda value: [value.to(torch.complex64)],
+        ),
+        (
+            lambda: torch.ones(2, dtype=torch.float8_e4m3fnuz),
+            "'w' has dtype torch.float8_e4m3fnuz, which safetensors lacks; convert it before the call",
+            lambda value: [value.float()],
+        ),
+        (
+            lambda: torch.nn.Linear(2, 2, device="meta").weight,
+            r"'w' is on the meta device .*; give it memory first, as by hp_dtensor.init_parameters\(model\)",
+            lambda value: [init_parameters(torch.nn.Linear(2, 2, device="meta")).weight],
+        ),
+        (
+            lambda: torch.eye(2).to_sparse(),
+            "'w' has the layout torch.sparse_coo; expected a dense tensor",
+            lambda value: [value.to_dense()],
+        ),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+            r"'w' is a nested tensor; save its .unbind\(\) parts",
+            lambda value: value.unbind(),
+        ),
         (
             lambda: torch._subclasses.FakeTensorMode().from_tensor(torch.ones(3)),
             "'w' is a torch.*FakeTensor, whose",
+            lambda value: [torch.ones(3)],
         ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_kinds_that_are_refused(tmp_path, value, error):
+def test_kinds_that_are_refused(tmp_path, value, error, mended):
     """By a save and by a load, before anything is written."""
     with pytest.raises(TypeError, match=error):
         save({"model": {"w": value()}}, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -80,6 +101,10 @@ def test_kinds_that_are_refused(tmp_path, value, error):
     save({"model": {"w": torch.zeros(2)}}, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(TypeError, match=error):
         load({"model": {"w": value()}}, checkpoint_id=tmp_path / "c", no_dist=True)
+    parts = dict(enumerate(mended(value())))
+    save({"model": parts}, checkpoint_id=tmp_path / "c", no_dist=True)
+    load({"model": (new := {at: torch.zeros_like(each) for at, each in parts.items()})}, checkpoint_id=tmp_path / "c")
+    assert all(torch.equal(new[at], each) for at, each in parts.items())
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../../x", "model.safetensors", "\n", "\0", "ü.é", '"', "x" * 70000])

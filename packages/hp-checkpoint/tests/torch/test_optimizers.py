@@ -87,3 +87,30 @@ def test_states_that_are_lists_are_refused_by_the_save(tmp_path):
     with pytest.raises(TypeError, match="state 'al' of 'weight' in LBFGS is a list, and only tensors and numbers"):
         Checkpointer(tmp_path / "run", background=False).save(1, model, optimizer)
     assert not (tmp_path / "run").exists()
+    Checkpointer(tmp_path / "run", background=False).save(1, model)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    other = nn.Linear(3, 3)
+    new = torch.optim.LBFGS(other.parameters())
+    Checkpointer(tmp_path / "run", background=False).load(other)
+    new.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    optimizer.step(loss)
+    expected, model, optimizer = model, other, new
+    optimizer.step(loss)
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
+def test_parameters_of_another_model_or_another_group(tmp_path):
+    checkpoints, model = Checkpointer(tmp_path, background=False), nn.Linear(3, 3)
+    optimizer = AdamW(model.parameters())
+    model.weight = nn.Parameter(model.weight.detach() * 2)
+    with pytest.raises(ValueError, match=r"\(3, 3\), is not the model's. What replaces parameters .* comes before the"):
+        checkpoints.save(1, model, optimizer)
+
+    def grouped(weight, bias):
+        return AdamW([{"params": [model.weight], "lr": weight}, {"params": [model.bias], "lr": bias}])
+
+    checkpoints.save(1, model, grouped(0.25, 0.5))
+    with pytest.raises(ValueError, match="'lr' .* 0.25 for 'weight' and as 0.5 for 'bias', .* here; group the param"):
+        checkpoints.load(model, AdamW(model.parameters()))
+    checkpoints.load(model, new := grouped(0.0, 0.0))
+    assert [group["lr"] for group in new.param_groups] == [0.25, 0.5]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hp_checkpoint import InvalidCheckpointError, convert_full_checkpoint_to_dcp, dcp_to_full_state_dict
+from hp_checkpoint import InvalidCheckpointError, convert_full_checkpoint_to_dcp, dcp_to_full_state_dict, load, save
 from hp_checkpoint.extend import to_hugging_face
 from hp_checkpoint.formats.torch_files import torch_file
 
@@ -47,9 +47,20 @@ def test_the_weights_of_an_older_model(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     weights = {"w": torch.randn(3, 4), "b": torch.arange(3).bfloat16()}
     torch.save(weights, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        InvalidCheckpointError, match="has pytorch_model.bin, .* `hyper-parallel checkpoint convert FILE"
+    ):
+        load({}, checkpoint_id=tmp_path, no_dist=True)
     assert to_hugging_face(tmp_path / "pytorch_model.bin", tmp_path / "model") == ["config.json", "model.safetensors"]
     found = load_file(tmp_path / "model" / "model.safetensors")
     assert all(torch.equal(found[name], each) for name, each in weights.items())
+    with pytest.raises(FileExistsError, match="model exists; name a folder that doesn't"):
+        to_hugging_face(tmp_path / "pytorch_model.bin", tmp_path / "model")
+    save(torch.load(tmp_path / "pytorch_model.bin"), checkpoint_id=tmp_path / "other", no_dist=True)
+    to_hugging_face(tmp_path / "other", tmp_path / "again")
+    for folder in ("model", "other", "again"):
+        load(found := {name: torch.zeros_like(each) for name, each in weights.items()}, checkpoint_id=tmp_path / folder)
+        assert all(torch.equal(found[name], each) for name, each in weights.items())
 
 
 class Evil:
@@ -62,7 +73,7 @@ class Evil:
     [
         ({"w": Evil()}, r"names posix.system, which is refused"),
         ([torch.zeros(1)], "has a list, expected a dictionary"),
-        ({"w": torch.zeros(1).expand(3)}, r"'w' repeats elements"),
+        ({"w": torch.ones(1).expand(3)}, r"'w' repeats elements .*; save it after .contiguous\(\)"),
         ({"w": torch.zeros(2, dtype=torch.complex128)}, r"names torch.ComplexDoubleStorage"),
         (torch.nn.Linear(1, 1), r"names torch.nn.modules.linear.Linear"),
     ],
@@ -74,6 +85,10 @@ def test_what_is_refused(value, text, tmp_path, monkeypatch):
     with pytest.raises(InvalidCheckpointError, match=text):
         convert_full_checkpoint_to_dcp(tmp_path / "x.pt", tmp_path / "dcp", "torch")
     assert sorted(os.listdir(tmp_path)) == ["x.pt"]
+    if "contiguous" in text:
+        torch.save({"w": value["w"].contiguous()}, tmp_path / "x.pt")
+        convert_full_checkpoint_to_dcp(tmp_path / "x.pt", tmp_path / "dcp", "torch")
+        assert dcp_to_full_state_dict(tmp_path / "dcp")["w"].tolist() == [1.0] * 3
 
 
 def test_damaged_files_and_other_platforms(tmp_path):
