@@ -43,7 +43,7 @@ def folder():
 
 def plan_of(folder: Path, mesh: dict[str, int], *, adapter: Any = None, **sections: Any) -> ParallelPlan:
     tables: dict[str, Any] = {
-        "model": {"path": str(folder / "model")},
+        "model": {"path": str(folder / "model"), **sections.pop("model", {})},
         "adapter": {**LORA, **(adapter or {})},
         "mesh": mesh,
         "data": {"batch_size": 4, "sequence_length": 8},
@@ -55,17 +55,17 @@ def plan_of(folder: Path, mesh: dict[str, int], *, adapter: Any = None, **sectio
     return ParallelPlan.from_dict(tables)
 
 
-def write_folders(folder: Path, **adapter: Any) -> None:
+def write_folders(folder: Path, base: Any = BASE, **adapter: Any) -> None:
     """Write a model, and an adapter to go on from whose B is not 0; rank 0 does."""
     ranks = torch.distributed.is_initialized()
     if not ranks or torch.distributed.get_rank() == 0:
-        _write(folder, adapter)
+        _write(folder, base, adapter)
     if ranks:
         Ranks().gather(b" ")
 
 
-def _write(folder: Path, adapter: dict[str, Any]) -> None:
-    plan = ParallelPlan.from_dict({"model": BASE, "run": {"dtype": "float64"}})
+def _write(folder: Path, base: Any, adapter: dict[str, Any]) -> None:
+    plan = ParallelPlan.from_dict({"model": base, "run": {"dtype": "float64"}})
     build_model(plan).save_pretrained(folder / "model")
     model = build_model(plan_of(folder, {}, adapter=adapter))
     generator = torch.Generator().manual_seed(4)
@@ -81,17 +81,19 @@ def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def check(folder: Path, mesh: dict[str, int], *, adapter: Any = None, **sections: Any) -> None:
+def check(folder: Path, mesh: dict[str, int], *, base: Any = BASE, adapter: Any = None, **sections: Any) -> None:
     """Three steps of AdamW, each gradient compared with those of peft's own model."""
-    write_folders(folder, **(adapter or {}))
+    write_folders(folder, base, **(adapter or {}))
     given = {**(adapter or {}), "weights": str(folder / "adapter")}
     plan = plan_of(folder, mesh, adapter=given, **sections)
     single = plan_of(folder, {}, adapter=given)
-    base = build_model(ParallelPlan.from_dict({"model": {"path": str(folder / "model")}, "run": {"dtype": "float64"}}))
+    own = {"model": {"path": str(folder / "model"), **sections.get("model", {})}, "run": {"dtype": "float64"}}
+    frozen = build_model(ParallelPlan.from_dict(own)).to(device_type())
     with warnings.catch_warnings():  # peft 0.21 reads a name that transformers 5.23 calls deprecated
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)  # its own
         options: Any = {"is_trainable": True, "autocast_adapter_dtype": False}
-        reference: Any = PeftModel.from_pretrained(base.to(device_type()), str(folder / "adapter"), **options)
+        reference: Any = PeftModel.from_pretrained(frozen, str(folder / "adapter"), **options)
     model = build_parallel_model(plan)
     names = {name for name, p in model.named_parameters() if p.requires_grad}
     trained = {name.removeprefix("base_model.model."): p for name, p in reference.named_parameters() if p.requires_grad}
@@ -149,6 +151,25 @@ def test_sequence_parallel_and_recomputation(folder: Path):
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
 def test_two_axes_with_frozen_inputs_computed_again(folder: Path, mesh: dict[str, int]):
     check(folder, mesh, memory={"recompute": ["model.layers.*"]})
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
+MOE = {"config": "Qwen3MoeConfig", "overrides": {**SMALL, **EXPERTS}}
+EAGER = {"overrides": {"experts_implementation": "eager"}}  # grouped_mm has no float64
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "mesh", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}], ids=str
+)
+def test_attention_beside_experts(folder: Path, mesh: dict[str, int]):
+    check(folder, mesh, base=MOE, adapter={"targets": ["q_proj", "v_proj"]}, model=EAGER)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 4}], ids=str)
+def test_attention_beside_experts_on_two_axes(folder: Path, mesh: dict[str, int]):
+    check(folder, mesh, base=MOE, adapter={"targets": ["q_proj", "v_proj"]}, model=EAGER)
 
 
 @on_ranks(2)

@@ -72,7 +72,8 @@ def build_model(
     if section.freeze and plan.adapter.kind is None:
         freeze(model, plan)
     if plan.adapter.kind is not None:
-        add_adapter(model, plan, chosen)
+        with _drawing(plan.run.seed):  # peft draws weights too, before those of the plan replace them
+            add_adapter(model, plan, chosen)
     return model
 
 
