@@ -30,6 +30,7 @@ def config(name: str, **overrides: Any) -> dict[str, Any]:
 BASE = {"model": config("Qwen3Config"), "data": {"sequence_length": 32}}
 TIED = config("Qwen3Config", tie_word_embeddings=True)
 MOE = config("Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+FIVE = {**MOE, "overrides": {**MOE["overrides"], "num_experts": 5}}
 AUXILIARY = {**MOE, "overrides": {**MOE["overrides"], "output_router_logits": True}}
 SCORES = config("LlamaConfig", num_labels=1, pad_token_id=0) | {"task": "sequence-classification"}
 BERT = {
@@ -617,6 +618,16 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
         "leave [adapter] out: there is no Linear module",
         {"adapter": LORA, "model": {"function": "torch.nn:ReLU"}},
         ["-adapter"],
+    ),
+    (
+        "make mesh.ep a divisor of 5, or adapt Linear modules alone: targets = ['q_proj', 'k_proj'",
+        {"model": FIVE, "adapter": LORA, "mesh": EP},
+        ["model.overrides.num_experts=4", "-mesh.ep", "adapter.targets=['q_proj', 'k_proj', 'v_proj', 'o_proj']"],
+    ),
+    (
+        "leave it out, or adapt Linear modules alone: targets = ['q_proj', 'k_proj'",
+        {"model": MOE, "adapter": LORA, "mesh": EP, "experts": {"slots": 1}},
+        ["-experts.slots", "adapter.targets=['q_proj', 'k_proj', 'v_proj', 'o_proj']"],
     ),
     # objectives
     ("write kind = 'dpo' or 'reward' in [objective]", {"data": PAIRS}, ["objective.kind=dpo"]),

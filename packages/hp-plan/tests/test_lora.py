@@ -173,6 +173,20 @@ def test_attention_beside_experts_on_two_axes(folder: Path, mesh: dict[str, int]
 
 
 @on_ranks(2)
+@pytest.mark.parametrize(
+    "mesh", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}], ids=str
+)
+def test_experts_with_adapters(folder: Path, mesh: dict[str, int]):
+    check(folder, mesh, base=MOE, model=EAGER)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 4}], ids=str)
+def test_experts_with_adapters_on_two_axes(folder: Path, mesh: dict[str, int]):
+    check(folder, mesh, base=MOE, model=EAGER)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
 def test_what_is_drawn_is_that_of_one_process(folder: Path, mesh: dict[str, int]):
     write_folders(folder)

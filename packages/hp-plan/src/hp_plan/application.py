@@ -92,6 +92,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if mesh is None:
         mesh = init_device_mesh(platform.devices.kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     _check_mesh(mesh, axes)
+    own.sum_beside_parameters(model)
     if "cp" in axes:
         own.spread_attention(model)
     styles = choose_styles(plan, outline).by_name if "tp" in axes or plan.mesh.ep > 1 else {}
@@ -202,6 +203,8 @@ def _distribute(
     if "tp" in axes:
         dense = {name: style for name, style in styles.items() if name not in experts}
         parallelize_module(own.base(model), mesh["tp"], dense)
+    own.shard_adapters(model)
+    if "tp" in axes:
         own.replicate_rest(model, mesh["tp"])
         own.keep_border_plain(model, mesh["tp"], plain)
     if "cp" in axes:

@@ -58,6 +58,14 @@ class Models(Protocol):
         """Compare the model's inputs between the ranks that share samples, before anything is computed with them."""
         ...
 
+    def sum_beside_parameters(self, model: Module) -> None:
+        """Let adapters of single parameters leave these where they are, for what shards them."""
+        ...
+
+    def shard_adapters(self, model: Module) -> None:
+        """Shard the adapters of single parameters like these."""
+        ...
+
     def spread_attention(self, model: Module) -> None:
         """Let attention that caps its logits be one that a context parallel style finds."""
         ...

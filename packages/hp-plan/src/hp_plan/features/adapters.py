@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import fields
 
 from hp_plan.plan import ParallelPlan
@@ -37,6 +37,21 @@ def base_name(name: str) -> str:
     'layers.0.q_proj.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def innermost(name: str, modules: Container[str]) -> str:
+    """Return the name of the module that adapters wrap; the name itself if there are none.
+
+    >>> innermost("mlp.experts", ["mlp.experts", "mlp.experts.base_layer", "mlp.experts.base_layer.base_layer"])
+    'mlp.experts.base_layer.base_layer'
+
+    Args:
+        name: of a module.
+        modules: names of all.
+    """
+    while (inner := f"{name}.base_layer") in modules:
+        name = inner
+    return name
 
 
 def saved_name(name: str) -> str | None:

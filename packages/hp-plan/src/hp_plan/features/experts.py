@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hp_dtensor import DeviceMesh, Shard
+from hp_plan.features.adapters import innermost
 from hp_plan.features.expert_options import check_style_options, expert_style
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
@@ -120,6 +121,7 @@ def check_experts(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOut
         message = f"styles of experts are both {' and '.join(map(repr, EXPERT_STYLES))}, for one axis ep"
         return [Diagnostic("styles", message, f"take '{automatic_style(plan)}' for all of them")]
     options = check_style_options(plan, next(iter(chosen.values()))) if chosen else []
+    options += _check_adapted(plan, chosen, model)
     plain = tuple(f"{name}." for name, style in styles.items() if style == "plain")
     diagnostics: dict[tuple[str, str], Diagnostic] = {}
     for name, style in chosen.items():
@@ -134,6 +136,28 @@ def check_experts(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOut
             key = f'styles."{shown}"' if isinstance(plan.styles, Mapping) else "mesh.ep"
             diagnostics.setdefault((shown, style), Diagnostic(key, f"'{style}' on {shown}: {problem[0]}", problem[1]))
     return [*diagnostics.values(), *options]
+
+
+def _check_adapted(plan: ParallelPlan, chosen: Iterable[str], model: ModelOutline) -> list[Diagnostic]:
+    """Check that adapters of experts' parameters can be where the experts are: their matrices are for even parts."""
+    adapted = [name for name in chosen if innermost(name, model.modules) != name]
+    if not adapted:
+        return []
+    linear = [
+        name for name, module in model.modules.items() if module.is_linear and f"{name}.base_layer" in model.modules
+    ]
+    ends = ", ".join(repr(end) for end in dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    alone = f"adapt Linear modules alone: targets = [{ends}]" if ends else "adapt Linear modules in place of them"
+    counts = {module.experts.count for name in adapted if (module := model.modules[name]).experts is not None}
+    uneven = next((count for count in counts if count % plan.mesh.ep), None)
+    diagnostics = []
+    if uneven is not None:
+        message = f"ep = {plan.mesh.ep} does not divide the {uneven} experts, whose parameters have adapters"
+        diagnostics.append(Diagnostic("adapter.targets", message, f"make mesh.ep a divisor of {uneven}, or {alone}"))
+    if plan.experts.slots:
+        message = f"got {plan.experts.slots} for replicas of experts whose parameters have adapters, which stay at home"
+        diagnostics.append(Diagnostic("experts.slots", message, f"leave it out, or {alone}"))
+    return diagnostics
 
 
 def balances_alone(plan: ParallelPlan, config: Any) -> str | None:
@@ -247,7 +271,8 @@ def spread_experts(
         return {}
     kind = next(iter(styles.values()))
     over_ranks = mesh["ep"] if kind == "expert_parallel" else mesh["ep", "tp"]
-    parallelize_module(model, over_ranks, {name: expert_style(plan, kind) for name in styles})
+    inside = {name: innermost(name, outline.modules) for name in styles}
+    parallelize_module(model, over_ranks, {inside[name]: expert_style(plan, kind) for name in styles})
     over = mesh["dp_replicate", "efsdp"] if "dp_replicate" in plan.mesh.axes else mesh["efsdp"]
     return {name: {"mesh": over, **_sharding(outline.modules[name].experts, plan.mesh.ep)} for name in styles}
 

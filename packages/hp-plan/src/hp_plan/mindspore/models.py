@@ -123,6 +123,14 @@ def compare_samples(model: nn.Cell, compare: Compare) -> None:
     model.construct = of_same_samples
 
 
+def sum_beside_parameters(model: nn.Cell) -> None:
+    """Do nothing: there are no adapters."""
+
+
+def shard_adapters(model: nn.Cell) -> None:
+    """Do nothing: there are no adapters."""
+
+
 def spread_attention(model: nn.Cell) -> None:
     """Do nothing: `border_of` refuses the axis."""
 

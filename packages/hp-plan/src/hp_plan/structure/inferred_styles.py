@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from hp_plan.features.adapters import base_name
 from hp_plan.structure.outline import ModelOutline, ModuleOutline, generalise
 
 _QUERY_KEY_VALUE = (
@@ -147,15 +148,15 @@ class _Reading:
 
     def experts(self, name: str, module: ModuleOutline) -> None:
         """Shard the inner features of all experts."""
-        layout = module.experts
-        own = {f"{name}.{key}" for key in module.shapes}
-        if layout is None or name in self._before or own & self._before:
+        layout, called = module.experts, base_name(name)
+        own = {called, *(f"{name}.{key}" for key in module.shapes)}
+        if layout is None or own & self._before:
             return
         up = "gate_up_proj" if layout.gated else "up_proj"
         if not {up, "down_proj"} <= module.shapes.keys():
             return
         if not {f"{name}.{up}", f"{name}.down_proj"} <= {*self._model.parameters}:
-            return  # an adapter has parametrized them, which spread_experts refuses by name
+            return  # they are inside of an adapter, whose styles are those of the module there
         inner = -2 if layout.transposed else -1  # of down_proj
         if module.shapes["down_proj"][inner] % self._tp:
             return
@@ -165,7 +166,7 @@ class _Reading:
         self.styles[f"{name}.down_proj"] = narrow
         if f"{up}_bias" in module.shapes:
             self.styles[f"{name}.{up}_bias"] = f"{packed}rowwise"  # [experts, out]
-        self.styles[name] = "moe_tp_experts"
+        self.styles[called] = "moe_tp_experts"
 
     def ends(self) -> None:
         """Shard the vocabulary of the token embedding and of the head."""
@@ -184,7 +185,7 @@ class _Reading:
         holding = {"", *(name[:at] for name in styled for at, letter in enumerate(name) if letter == "."), *styled}
         for name, module in self._model.modules.items():
             unknown = module.own_forward or (module.kind == "other" and module.shapes and not module.is_norm)
-            if not unknown or name in holding:
+            if not unknown or {name, base_name(name)} & holding:
                 continue
             top = name
             while (parent := top.rpartition(".")[0]) not in holding and not self._is_container(parent):

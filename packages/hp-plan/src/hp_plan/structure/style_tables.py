@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hp_plan.features.adapters import base_name
 from hp_plan.features.experts import DISPATCHED, EXPERT_STYLES, expert_table, with_experts
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
@@ -138,9 +139,10 @@ def choose_styles(plan: ParallelPlan, model: ModelOutline) -> StyleChoice:
 def _written_table(plan: ParallelPlan, model: ModelOutline) -> dict[str, str]:
     """Return the styles that the plan writes down, under their names here."""
     assert isinstance(plan.styles, Mapping)
+    styles = _inside_adapters(plan.styles, model)
     if plan.mesh.ep == 1:
-        return {pattern: canonical(style) for pattern, style in plan.styles.items()}
-    own = {pattern: "expert_parallel" if style == DISPATCHED else style for pattern, style in plan.styles.items()}
+        return {pattern: canonical(style) for pattern, style in styles.items()}
+    own = {pattern: "expert_parallel" if style == DISPATCHED else style for pattern, style in styles.items()}
     experts = {pattern: style for pattern, style in own.items() if style in EXPERT_STYLES}
     # As transformers writes it, beside the style of their module.
     grouped = {pattern: style for pattern, style in own.items() if style == "grouped_gemm"}
@@ -205,10 +207,22 @@ def packed_experts(table: Mapping[str, str], model: ModelOutline) -> dict[str, s
     return found
 
 
+def _inside_adapters(table: Mapping[str, str], model: ModelOutline) -> dict[str, str]:
+    """Name the parameters of experts as they are called inside of adapters."""
+    experts = [name for name in model.parameters if model.modules[name.rpartition(".")[0]].experts is not None]
+    inside = {base_name(name): name for name in experts if base_name(name) != name}
+    named: dict[str, str] = {}
+    for pattern, style in table.items():
+        found = [inside[name] for name in matching(pattern, inside)]
+        named.update(dict.fromkeys(found or [pattern], style))
+    return named
+
+
 def _own_table(model: ModelOutline) -> dict[str, str]:
     inside = getattr(model.config, "base_model_tp_plan", None) or {}
     prefix = f"{model.base}." if model.base else ""
     own = {**{f"{prefix}{pattern}": style for pattern, style in inside.items()}, **model.own_table}
+    own = _inside_adapters(own, model)
     # One table serves several models of a family: leave out what this one lacks.
     names = [*model.modules, *model.parameters]
     return {pattern: style for pattern, style in own.items() if matching(pattern, names)}

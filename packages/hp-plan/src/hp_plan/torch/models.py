@@ -20,6 +20,8 @@ from hp_plan.port import Compare
 from hp_plan.structure.outline import ExpertsOutline, ModelOutline, ModuleOutline, declared_table, named_by
 from hp_plan.torch.comparing.saved import saved_bytes as saved_bytes
 from hp_plan.torch.library import pretrained as library
+from hp_plan.torch.library.adapted_parameters import shard_adapters as shard_adapters
+from hp_plan.torch.library.adapted_parameters import sum_beside_parameters as sum_beside_parameters
 from hp_plan.torch.library.saving import save_whole
 from hp_plan.torch.sequences import context
 from hp_platform.extend import map_nested

@@ -22,7 +22,7 @@ from hp_dtensor.torch.extend import (
 from hp_platform import get_platform
 from hp_styles.inputs import begin_call, end_call
 from hp_styles.torch import compiling  # noqa: F401  (what torch.compile traces)
-from hp_styles.torch.regions import divide_inside, run_experts, run_pointwise, run_replicated
+from hp_styles.torch.regions import base_layer, divide_inside, run_experts, run_pointwise, run_replicated
 
 __all__ = [
     "Tensor",
@@ -60,16 +60,6 @@ def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
 def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """List all parameters, each under every name that it has."""
     return dict(module.named_parameters(remove_duplicate=False))
-
-
-def base_layer(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the layer that an adapter wraps, as peft's do; the module itself if it is not an adapter.
-
-    To styles a wrapped Linear is a Linear: the layer inside gets the style's placements, what the adapter adds is
-    replicated, and inputs and outputs are converted around both.
-    """
-    inner = module._modules.get("base_layer")
-    return module if inner is None else base_layer(inner)
 
 
 def kind(module: torch.nn.Module) -> str:

@@ -18,6 +18,16 @@ SUMMED_ONCE = ("down_proj_bias",)
 Placements = list[Placement]
 
 
+def base_layer(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the layer that an adapter wraps, as peft's do; the module itself if it is not an adapter.
+
+    To styles a wrapped Linear is a Linear: the layer inside gets the style's placements, what the adapter adds is
+    replicated, and inputs and outputs are converted around both.
+    """
+    inner = module._modules.get("base_layer")
+    return module if inner is None else base_layer(inner)
+
+
 def run_replicated(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Run the module's forward on full plain tensors; results are replicated DTensors."""
     whole: Placements = [Replicate()] * mesh.ndim
@@ -59,6 +69,7 @@ def run_pointwise(module: torch.nn.Module) -> None:
 def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Run the forward of experts on this rank's part of the weights; the results are summed over the ranks."""
     _check_draws(module)
+    experts = base_layer(module)
     whole: Placements = [Replicate()]
 
     def varying(value: torch.Tensor) -> torch.Tensor:
@@ -75,16 +86,17 @@ def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
         return value.to_local(grad_placements=[Partial()])
 
     def forward(module: torch.nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        cut = [p.placements[0] for p in module.parameters(recurse=False) if isinstance(p, DTensor)]
+        cut = [p.placements[0] for p in experts.parameters(recurse=False) if isinstance(p, DTensor)]
         if all(placement.is_replicate() for placement in cut):
             raise ValueError(
-                f"the experts of {type(module).__name__} are replicated, so their results would be summed {mesh.size()}"
-                " times; give their parameters styles: gate_up_proj 'packed_colwise', down_proj 'rowwise'"
+                f"the experts of {type(experts).__name__} are replicated, so their results would be summed"
+                f" {mesh.size()} times; give their parameters styles: gate_up_proj 'packed_colwise',"
+                " down_proj 'rowwise'"
             )
         args, kwargs = _mapped(varying, args), _mapped(varying, kwargs)
         with contextlib.ExitStack() as stack:
-            if _by_expert(module):
-                args = stack.enter_context(_own_experts(module, mesh, args, kwargs))
+            if _by_expert(experts):
+                args = stack.enter_context(_own_experts(experts, mesh, args, kwargs))
                 kwargs = {}
             stack.enter_context(_plain_parameters(module, parameter))
             stack.callback(setattr, _depth, "inside", _depth.inside)
