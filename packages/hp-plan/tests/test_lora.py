@@ -18,6 +18,7 @@ from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, PlanError, build_model, build_optimizer, build_parallel_model, lint
 from hp_plan.extend import data_parallel_place
 from hp_plan.features.adapters import saved_name
+from hp_plan.torch.comparing.float64 import Float64
 from hp_plan.torch.extend import backward_loss
 from hp_plan.torch.library.adapters import adapter_texts
 from hp_testing import device_type, on_ranks
@@ -43,7 +44,7 @@ def folder():
 
 def plan_of(folder: Path, mesh: dict[str, int], *, adapter: Any = None, **sections: Any) -> ParallelPlan:
     tables: dict[str, Any] = {
-        "model": {"path": str(folder / "model"), **sections.pop("model", {})},
+        "model": {"path": str(folder / "model")},
         "adapter": {**LORA, **(adapter or {})},
         "mesh": mesh,
         "data": {"batch_size": 4, "sequence_length": 8},
@@ -87,7 +88,7 @@ def check(folder: Path, mesh: dict[str, int], *, base: Any = BASE, adapter: Any 
     given = {**(adapter or {}), "weights": str(folder / "adapter")}
     plan = plan_of(folder, mesh, adapter=given, **sections)
     single = plan_of(folder, {}, adapter=given)
-    own = {"model": {"path": str(folder / "model"), **sections.get("model", {})}, "run": {"dtype": "float64"}}
+    own = {"model": {"path": str(folder / "model")}, "run": {"dtype": "float64"}}
     frozen = build_model(ParallelPlan.from_dict(own)).to(device_type())
     with warnings.catch_warnings():  # peft 0.21 reads a name that transformers 5.23 calls deprecated
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
@@ -106,10 +107,10 @@ def check(folder: Path, mesh: dict[str, int], *, base: Any = BASE, adapter: Any 
     for step in range(3):
         tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(step)).to(device_type())
         labels = tokens.masked_fill(tokens % 3 == 0, -100)
-        loss = reference(input_ids=tokens, labels=labels).loss
-        loss.backward()
         own = slice(place * 4 // parts, (place + 1) * 4 // parts)
-        backward_loss(plan, model, tokens[own], labels=labels[own])
+        with Float64():
+            reference(input_ids=tokens, labels=labels).loss.backward()
+            backward_loss(plan, model, tokens[own], labels=labels[own])
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 torch.testing.assert_close(whole(parameter.grad), trained[name].grad, atol=1e-12, rtol=1e-10, msg=name)
@@ -155,7 +156,6 @@ def test_two_axes_with_frozen_inputs_computed_again(folder: Path, mesh: dict[str
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
 MOE = {"config": "Qwen3MoeConfig", "overrides": {**SMALL, **EXPERTS}}
-EAGER = {"overrides": {"experts_implementation": "eager"}}  # grouped_mm has no float64
 
 
 @on_ranks(2)
@@ -163,13 +163,13 @@ EAGER = {"overrides": {"experts_implementation": "eager"}}  # grouped_mm has no 
     "mesh", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}], ids=str
 )
 def test_attention_beside_experts(folder: Path, mesh: dict[str, int]):
-    check(folder, mesh, base=MOE, adapter={"targets": ["q_proj", "v_proj"]}, model=EAGER)
+    check(folder, mesh, base=MOE, adapter={"targets": ["q_proj", "v_proj"]})
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 4}], ids=str)
 def test_attention_beside_experts_on_two_axes(folder: Path, mesh: dict[str, int]):
-    check(folder, mesh, base=MOE, adapter={"targets": ["q_proj", "v_proj"]}, model=EAGER)
+    check(folder, mesh, base=MOE, adapter={"targets": ["q_proj", "v_proj"]})
 
 
 @on_ranks(2)
@@ -177,19 +177,34 @@ def test_attention_beside_experts_on_two_axes(folder: Path, mesh: dict[str, int]
     "mesh", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}], ids=str
 )
 def test_experts_with_adapters(folder: Path, mesh: dict[str, int]):
-    check(folder, mesh, base=MOE, model=EAGER)
+    check(folder, mesh, base=MOE)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("mesh", [{"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 4}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 4}], ids=str
+)
 def test_experts_with_adapters_on_two_axes(folder: Path, mesh: dict[str, int]):
-    check(folder, mesh, base=MOE, model=EAGER)
+    check(folder, mesh, base=MOE, memory={"recompute": ["model.layers.*"]})
+
+
+@on_ranks(4)
+def test_experts_with_adapters_whose_features_are_sharded(folder: Path):
+    names = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"o_proj": "rowwise"}
+    styles = {f"model.layers.*.self_attn.{name}": style for name, style in names.items()}
+    styles |= {f"model.layers.*.self_attn.{name}": "replicate" for name in ("q_norm", "k_norm")}
+    styles |= {"model.layers.*.mlp.gate": "plain", "model.layers.*.mlp.experts": "expert_tensor_parallel"}
+    check(folder, {"dp_shard": 2, "tp": 2, "ep": 2}, base=MOE, styles=styles)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
-def test_what_is_drawn_is_that_of_one_process(folder: Path, mesh: dict[str, int]):
-    write_folders(folder)
+@pytest.mark.parametrize(
+    ("mesh", "base"),
+    [({"dp_shard": 2}, BASE), ({"tp": 2}, BASE), ({"tp": 2}, MOE), ({"dp_shard": 2, "ep": 2}, MOE)],
+    ids=str,
+)
+def test_what_is_drawn_is_that_of_one_process(folder: Path, mesh: dict[str, int], base: Any):
+    write_folders(folder, base)
     reference = dict(build_model(plan_of(folder, {})).named_parameters())
     for name, parameter in build_parallel_model(plan_of(folder, mesh)).named_parameters():
         assert torch.equal(whole(parameter).cpu(), reference[name]), name

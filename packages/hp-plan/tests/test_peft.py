@@ -12,6 +12,7 @@ from torch import nn
 
 from hp_dtensor import DTensor, Shard, init_device_mesh
 from hp_plan import ParallelPlan, apply, build_model
+from hp_plan.torch.comparing.float64 import Float64
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
 
@@ -157,14 +158,29 @@ def test_a_wrapped_linear_is_a_linear_to_styles():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}], ids=str)
-def test_adapters_of_the_parameters_of_experts_are_refused_by_name(mesh: dict[str, int]):
-    sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 4}
-    sizes |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    plan = ParallelPlan.from_dict({"model": {"config": "Qwen3MoeConfig", "overrides": sizes}, "mesh": mesh})
+@pytest.mark.parametrize(
+    "mesh", [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp_replicate": 2}], ids=str
+)
+@pytest.mark.parametrize("config", ["Qwen3MoeConfig", "GptOssConfig"])
+def test_adapters_of_the_parameters_of_experts(config: str, mesh: dict[str, int]):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_local_experts": 4}
+    if config == "GptOssConfig":  # weights that are [experts, in, out]
+        del sizes["num_experts"], sizes["moe_intermediate_size"]
+    else:
+        del sizes["num_local_experts"]
+    model = {"config": config, "overrides": {**SMALL, **sizes, "num_hidden_layers": 1}}
+    fsdp = {"fsdp": {"groups": ["model.layers.*"]}} if "dp_shard" in mesh else {}
+    plan = ParallelPlan.from_dict({"model": model, "mesh": mesh, "run": {"dtype": "float64"}, **fsdp})
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peft's
-        model = get_peft_model(build_model(plan), LoraConfig(r=2, target_parameters=targets))
-    with pytest.raises(TypeError, match=r"model.layers.0.mlp.experts \(ParamWrapper\) is not a module of experts"):
-        apply(model, plan)
+    with Float64():
+        reference: Any = adapted(build_model(plan, device=device_type()), ["q_proj"], target_parameters=targets)
+        sharded: Any = apply(
+            adapted(build_model(plan, device=device_type()), ["q_proj"], target_parameters=targets), plan
+        )
+        compare(reference, sharded, mesh)
+        rows = torch.arange(12, device=device_type()).view(2, 6)
+        with torch.no_grad():
+            adapting = sharded(input_ids=rows).logits
+            with sharded.disable_adapter(), reference.disable_adapter():
+                assert not torch.equal(sharded(input_ids=rows).logits, adapting)
+                torch.testing.assert_close(sharded(input_ids=rows).logits, reference(input_ids=rows).logits)

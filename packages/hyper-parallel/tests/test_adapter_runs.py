@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from hyper_parallel.training.data_order import check_resume
 from hyper_parallel.worker import train
 
 pytestmark = pytest.mark.framework("torch")  # adapters are peft's
-MODEL = {
+MODEL: dict[str, Any] = {
     "config": "LlamaConfig",
     "overrides": {
         "vocab_size": 256,
@@ -35,11 +37,15 @@ MODEL = {
     },
 }
 
+SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
+EXPERTS = {"config": "Qwen3MoeConfig", "overrides": {**MODEL["overrides"], **SIZES, "head_dim": 4}}
+EAGER = {"experts_implementation": "eager"}  # grouped_mm has no float64
 
-def plan_of(place: Path, mesh: dict[str, int], steps: int) -> ParallelPlan:
+
+def plan_of(place: Path, mesh: dict[str, int], steps: int, base: dict[str, Any]) -> ParallelPlan:
     return ParallelPlan.from_dict(
         {
-            "model": {"path": str(place / "model")},
+            "model": {"path": str(place / "model"), "overrides": EAGER if base == EXPERTS else {}},
             "adapter": {"kind": "lora", "rank": 2},
             "mesh": mesh,
             "data": {"paths": [str(place / "text")], "sequence_length": 8, "batch_size": 4, "tokenizer": "bytes"},
@@ -51,16 +57,18 @@ def plan_of(place: Path, mesh: dict[str, int], steps: int) -> ParallelPlan:
 
 
 @on_ranks(2)
-def test_a_run_goes_on_from_its_adapter_on_another_mesh_and_is_merged(tmp_path):
+@pytest.mark.parametrize("base", [MODEL, EXPERTS], ids=lambda base: base["config"])
+def test_a_run_goes_on_from_its_adapter_on_another_mesh_and_is_merged(tmp_path, base):
     if torch.distributed.get_rank() == 0:
-        build_model(ParallelPlan.from_dict({"model": MODEL, "run": {"dtype": "float64"}})).save_pretrained(
+        build_model(ParallelPlan.from_dict({"model": base, "run": {"dtype": "float64"}})).save_pretrained(
             tmp_path / "model"
         )
         (tmp_path / "text").write_bytes(b"to be or not to be, " * 20)
     Ranks().gather(b" ")
-    whole = train(plan_of(tmp_path, {"dp_shard": 2}, 4), tmp_path / "whole")
-    train(plan_of(tmp_path, {"dp_shard": 2}, 4), tmp_path / "parts", until=2)
-    parts = train(plan_of(tmp_path, {"tp": 2}, 4), tmp_path / "parts", resume="auto")
+    mesh = {"dp_shard": 2, **({"ep": 2} if base == EXPERTS else {})}
+    whole = train(plan_of(tmp_path, mesh, 4, base), tmp_path / "whole")
+    train(plan_of(tmp_path, mesh, 4, base), tmp_path / "parts", until=2)
+    parts = train(plan_of(tmp_path, {"tp": 2}, 4, base), tmp_path / "parts", resume="auto")
     if whole is None or parts is None:
         return
     assert whole.last_loss == pytest.approx(parts.last_loss, abs=1e-6)
@@ -74,7 +82,7 @@ def test_a_run_goes_on_from_its_adapter_on_another_mesh_and_is_merged(tmp_path):
         torch.testing.assert_close(value, other[name], atol=1e-9, rtol=1e-9)
     states = json.loads((folder / "manifest.json").read_text())["parts"]["optimizer"]
     assert all("lora_" in name for name in states), "of the adapter alone"
-    tables = plan_of(tmp_path, {}, 4).to_dict()
+    tables = plan_of(tmp_path, {}, 4, base).to_dict()
     other = ParallelPlan.from_dict({**tables, "run": {**tables["run"], "seed": 5}})
     with pytest.raises(DataError) as refused:
         check_resume(other, tmp_path / "parts")
@@ -84,9 +92,12 @@ def test_a_run_goes_on_from_its_adapter_on_another_mesh_and_is_merged(tmp_path):
     result = CliRunner().invoke(checkpoints.app, ["merge", str(tmp_path / "parts"), str(tmp_path / "merged")])
     assert result.exit_code == 0, result.output
     tokens = torch.arange(12)[None]
-    models = [
-        AutoModelForCausalLM.from_pretrained(place) for place in (tmp_path / "merged", folder, tmp_path / "model")
-    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)  # peft's own
+        models = [
+            AutoModelForCausalLM.from_pretrained(place, **(EAGER if base == EXPERTS else {}))
+            for place in (tmp_path / "merged", folder, tmp_path / "model")
+        ]
     merged, adapted, base = (model.double()(tokens).logits for model in models)
     torch.testing.assert_close(merged, adapted, atol=1e-6, rtol=1e-6)
     assert (merged - base).abs().max() > 0.01

@@ -17,13 +17,18 @@ class AdapterSection:
     `peft.PeftModel.from_pretrained` and transformers read them where the model's folder is, and
     `hyper-parallel checkpoint merge` writes one model of both.
 
+    In models whose experts have one parameter for all of them, `"all-linear"` also adapts these parameters and their
+    router's, as peft does. Each call adds the product up with the whole parameter, which backward keeps:
+    `memory.recompute` frees it.
+
     Attributes:
         kind: `"lora"`; none trains the model's own weights.
         rank: rows of A, and columns of B.
         alpha: a factor of what the adapter adds, which is `alpha / rank`, or `alpha / sqrt(rank)` with `rslora`.
         dropout: of the adapter's inputs.
         targets: ends of names of the Linear modules that get one, such as `"q_proj"`; or patterns of whole names, whose
-            `*` stays inside a dotted part; `"all-linear"` is all but the head.
+            `*` stays inside a dotted part; `"all-linear"` is all but the head, with experts and
+            their routers.
         modules: ends of names of modules that are trained whole beside, such as `"lm_head"`.
         rslora: divide by the root of the rank (Kalajdzievski, "A Rank Stabilization Scaling Factor for Fine-Tuning with
             LoRA", 2023).

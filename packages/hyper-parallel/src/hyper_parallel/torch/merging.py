@@ -42,6 +42,8 @@ def merge(folder: Path, target: Path, *, base: Path, dtype: str | None) -> None:
         raise ValueError(f"--dtype {dtype}: expected a name such as bfloat16")
     with no_progress_bars(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # which peft reads
+        # It looks for the ranks of experts' parameters among modules, and then uses them.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         model = kind.from_pretrained(base, dtype=chosen, local_files_only=True)
         merged: Any = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload(safe_merge=True)
         part = target.with_name(f".{target.name}.part")
