@@ -34,7 +34,8 @@ def sum_beside_parameters(model: nn.Module) -> None:
 
 def shard_adapters(model: nn.Module) -> None:
     """Shard the adapters of parameters as styles have sharded these; see Note [Sums beside parameters]."""
-    for wrapper in filter(_adapts_parameter, model.modules()):
+    wrappers: list[Any] = list(filter(_adapts_parameter, model.modules()))
+    for wrapper in wrappers:
         inner, parameter = _adapted(wrapper)
         if not isinstance(parameter, DTensor) or all(each.is_replicate() for each in parameter.placements):
             continue
