@@ -16,7 +16,7 @@ from hp_styles import (
     context_parallel_shard,
     parallelize_module,
 )
-from hp_styles.context.header import SIZE as SIZE_OF_HEADER
+from hp_styles.context.rounds import SIZE as SIZE_OF_HEADER
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")

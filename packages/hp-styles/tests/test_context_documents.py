@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hp_styles.context.documents import Part, Run, Segment, joined_parts, plain_runs
-from hp_styles.context.header import RUNS, SIZE, Header, check_alike
 from hp_styles.context.plan import chunks_of
-from hp_styles.context.rounds import Rounds
+from hp_styles.context.rounds import RUNS, SIZE, Header, Rounds, check_alike
 
 
 def _parts(positions: list[int], kept: list[bool], size: int, load_balance: bool, **more: Any) -> list[Part]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hp_styles.torch.context.kernels import KERNELS, kernel_for
+from hp_styles.torch.context.ring import KERNELS, kernel_for
 from hp_testing import device_type
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]

@@ -29,8 +29,8 @@ from hp_styles.styles import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    TwoDimensionalParallel,
 )
-from hp_styles.two_dimensional import TwoDimensionalParallel
 
 __all__ = [
     "AsyncContextParallel",

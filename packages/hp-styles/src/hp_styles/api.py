@@ -11,8 +11,7 @@ from typing import Any
 from hp_dtensor import DeviceMesh, get_current_mesh
 from hp_dtensor.extend import check_member, matches, matching
 from hp_styles import port
-from hp_styles.base import ParallelStyle, applying
-from hp_styles.checks import check_mesh
+from hp_styles.base import ParallelStyle, applying, check_mesh
 from hp_styles.inputs import comparing_in_calls_of
 from hp_styles.names import named_style
 

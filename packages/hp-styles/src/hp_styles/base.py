@@ -1,14 +1,17 @@
-"""What every parallel style is, and how one is applied."""
+"""Base of the parallel styles: how one is applied, and the checks of its mesh, placements and plain inputs."""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from hp_dtensor import DeviceMesh, Placement
+import hp_dtensor
+from hp_dtensor import DeviceMesh, Placement, Shard
+from hp_dtensor.extend import kind_of, local_shape
+from hp_styles import port
 
 _STEPS = frozenset(
     "_partition_linear_fn _partition_embedding_fn _replicate_module_fn _prepare_input_fn _prepare_output_fn"
@@ -111,3 +114,144 @@ class ParallelStyle(ABC):
         raise NotImplementedError(
             f"{type(self).__name__} is for a module, not for the parameter {name!r}; name the module that contains it"
         )
+
+
+def check_mesh(mesh: Any, what: str) -> None:
+    """Refuse a value that is not a mesh of hp_dtensor.
+
+    Args:
+        mesh: the value.
+        what: the function or the style, for the error.
+
+    Raises:
+        TypeError: it is of another type.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{what}: device_mesh must be a DeviceMesh of hp_dtensor, got {kind_of(mesh)}; create it with"
+            " hp_dtensor.init_device_mesh, whose arguments are those of torch's"
+        )
+
+
+def check_placements(style: Any, **layouts: Any) -> None:
+    """Refuse values that are not placements of hp_dtensor.
+
+    Args:
+        style: that the layouts are arguments of.
+        layouts: by the argument's name: a placement, several, by name or not, or None.
+
+    Raises:
+        TypeError: one is of another type.
+    """
+    for name, layout in layouts.items():
+        if hasattr(layout, "values"):
+            layout = tuple(layout.values())
+        for value in layout if isinstance(layout, (tuple, list)) else (layout,):
+            if value is not None and not isinstance(value, Placement):
+                raise TypeError(
+                    f"{type(style).__name__}: {name} has {value!r}, a {kind_of(value)}, which is not a placement of"
+                    " hp_dtensor: from hp_dtensor import Shard, Replicate"
+                )
+
+
+_DIMS = 8  # of a shape
+
+
+def shapes_of_ranks(values: Sequence[Any | None], mesh: DeviceMesh) -> list[list[tuple[int, ...]]] | None:
+    """Gather the shapes that each rank of a mesh has of some tensors.
+
+    Args:
+        values: as many on every rank; the shape of None is empty.
+        mesh: the ranks.
+
+    Returns:
+        A row of shapes for each rank; None where autograd runs a module again, with what has been compared.
+    """
+    shapes = [() if value is None else tuple(value.shape[:_DIMS]) for value in values]
+    numbers = [n for shape in shapes for n in (*shape, *[-1] * (_DIMS - len(shape)))]
+    gathered = port.modules().gather_numbers(numbers, mesh, next(value for value in values if value is not None))
+    if gathered is None:
+        return None
+    each = [tuple(n for n in gathered[i : i + _DIMS] if n >= 0) for i in range(0, len(gathered), _DIMS)]
+    return [each[i : i + len(values)] for i in range(0, len(each), len(values))]
+
+
+class Widths:
+    """The features of a plain input, which are sharded over the ranks as those of a weight are.
+
+    Args:
+        mesh: the style's.
+        layout: of the input.
+        features: of all ranks; None where they are not known.
+    """
+
+    def __init__(self, mesh: DeviceMesh, layout: Placement | tuple[Placement, ...], features: int | None) -> None:
+        self.mesh, self.features = mesh, features
+        self.placements = (layout,) if isinstance(layout, Placement) else layout
+        cut = (local_shape((features or 0,), (Shard(0),), (mesh.size(),), (i,))[0] for i in range(mesh.size()))
+        self.parts = list(cut)
+        self.compared = len(set(self.parts)) == 1  # a rank alone could have a right one of unequal parts
+        self.known = features is not None and mesh.size() > 1
+
+
+def check_widths(widths: Widths, module: Any, value: Any) -> None:
+    """Refuse a plain shard whose number of features differs from the weight's on this rank.
+
+    Where the ranks' parts are unequal, they compare at the module's first call; features are the model's own, and stay.
+
+    Raises:
+        ValueError: on all ranks, where parts are unequal or no rank has as many.
+    """
+    if not widths.known or isinstance(value, hp_dtensor.DTensor):
+        return
+    mesh, features, last = widths.mesh, widths.features, len(value.shape) - 1
+    if last < 0 or not any(p.is_shard() and p.dim in (-1, last) for p in widths.placements):  # type: ignore[attr-defined]
+        return
+    shapes = None if widths.compared else shapes_of_ranks([value], mesh)
+    widths.compared |= shapes is not None
+    mine, ranks = mesh.get_local_rank(), mesh.ranks.reshape(-1).tolist()
+    got = {ranks[mine]: value.shape[-1]}
+    if shapes is not None:
+        got = {rank: row[0][-1] for rank, row in zip(ranks, shapes, strict=True)}
+    expected = dict(zip(ranks, widths.parts, strict=True))
+    if any(expected[rank] != length for rank, length in got.items()):
+        widths.compared = widths.compared and shapes is None
+        style = getattr(module, "_parallel_style", "parallel style").partition("(")[0]
+        raise ValueError(
+            f"{style} on {type(module).__name__}: a plain input is taken as this rank's part of the {features} features"
+            f" that the weight takes, {_listed(expected)}; got {_listed(got)}, of shape {list(value.shape)} here. Pass "
+            f"the output of a ColwiseParallel of {features} features, or a DTensor (use_local_output=False in the style"
+            " before, or DTensor.from_local with shape=)"
+        )
+
+
+def check_sized(
+    sized: tuple[int, int], module: Any, value: Any, placements: Sequence[Placement], mesh: DeviceMesh
+) -> None:
+    """Refuse a plain input that is whole in the dim that is sharded; the layout alone decides, on all ranks alike.
+
+    Args:
+        sized: a dim, and the size that the module takes there.
+        module: the style's.
+        value: its input.
+        placements: of the input.
+        mesh: the style's.
+
+    Raises:
+        ValueError: it is.
+    """
+    dim, size = sized[0] % max(len(value.shape), 1), sized[1]
+    if mesh.size() == 1 or len(value.shape) < 2 or value.shape[dim] != size:
+        return
+    if any(placement.is_shard(dim) for placement in placements):
+        style = getattr(module, "_parallel_style", "parallel style").partition("(")[0]
+        raise ValueError(
+            f"{style} on {type(module).__name__}: dim {dim} of a plain input is taken as this rank's part of a sequence"
+            f" over {mesh.size()} ranks, but it has all {size} channels or features that the module takes, and no"
+            f" sequence: the shape is {list(value.shape)}. Give the style another sequence_dim, 0 for samples, or leave"
+            " the module out of the plan"
+        )
+
+
+def _listed(lengths: Mapping[int, int]) -> str:
+    return ", ".join(f"rank {rank}: {length}" for rank, length in lengths.items())

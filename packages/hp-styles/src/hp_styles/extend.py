@@ -5,8 +5,15 @@ from __future__ import annotations
 from hp_styles.base import applied_name, claim
 from hp_styles.context.plan import chunks_of, kv_copies, split_degrees
 from hp_styles.inputs import hook
-from hp_styles.names import ALIASES, PARAMETER_STYLES, SCATTERING, STYLES, canonical, sequence_parallel_plan
-from hp_styles.regions import runs_on_parts
+from hp_styles.names import (
+    ALIASES,
+    PARAMETER_STYLES,
+    SCATTERING,
+    STYLES,
+    canonical,
+    runs_on_parts,
+    sequence_parallel_plan,
+)
 
 __all__ = [
     "ALIASES",

@@ -12,7 +12,8 @@ import hp_dtensor
 from hp_dtensor import DeviceMesh, Placement
 from hp_dtensor.extend import TensorSpec, normalize
 from hp_styles import port
-from hp_styles.checks import Widths, check_mesh, check_sized, check_widths, shapes_of_ranks
+from hp_styles.base import Widths, check_mesh, check_sized, check_widths, shapes_of_ranks
+from hp_styles.context.plan import Settings
 from hp_styles.context.rounds import Round, Rounds
 
 
@@ -363,3 +364,50 @@ class NotPickled:
 def hook(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a hook of a style: the function as a method, which every framework takes for a hook."""
     return NotPickled(function).call
+
+
+def find_input(
+    module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], settings: Settings, which: int
+) -> tuple[int | str, Any]:
+    """Find one of q, k and v: its place and its value.
+
+    Raises:
+        TypeError: it is not there, or no tensor.
+    """
+    index = settings.qkv_indices[which] if settings.qkv_indices else None
+    name = settings.qkv_kwarg_names[which] if settings.qkv_kwarg_names else None
+    where = index if index is not None and index < len(args) else name
+    value = kwargs.get(name) if where is name else args[index]  # type: ignore[arg-type, index]
+    if where is None or not isinstance(value, port.modules().Tensor):
+        raise TypeError(
+            f"ContextParallel on {type(module).__name__}: {'qkv'[which]} is looked for at position {index} and by name"
+            f" {name!r}; the inputs are {[type(x).__name__ for x in args]} and"
+            f" { {key: type(x).__name__ for key, x in kwargs.items()} }"
+        )
+    return where, value
+
+
+def with_inputs(
+    args: Sequence[Any], kwargs: Mapping[str, Any], places: Sequence[int | str], values: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with other values in some places."""
+    positional, named = list(args), dict(kwargs)
+    for place, value in zip(places, values, strict=True):
+        if isinstance(place, str):
+            named[place] = value
+        else:
+            positional[place] = value
+    return tuple(positional), named
+
+
+def check_output(module: Any, shape: tuple[int, ...], heads: int, length: int, head_dim: int, seq_dim: int) -> None:
+    """Check that an output has the dims of the queries, or the heads flattened into ``head_dim``.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if max(head_dim, seq_dim) >= len(shape) or shape[seq_dim] != length or shape[head_dim] % heads:
+        raise ValueError(
+            f"ContextParallel on {type(module).__name__}: the output of shape {shape} must have the"
+            f" sequence of length {length} in dim {seq_dim} and the {heads} heads in dim {head_dim}, as the queries"
+        )

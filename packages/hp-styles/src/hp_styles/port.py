@@ -12,12 +12,12 @@ from hp_platform.extend import load_port
 
 if TYPE_CHECKING:
     from hp_dtensor.extend import TensorSpec
+    from hp_styles.context.plan import Settings
     from hp_styles.context.rounds import Rounds
-    from hp_styles.context.sparse import SparseStyle
-    from hp_styles.context.styles import Settings
 
 Module = Any
 Tensor = Any
+SparseStyle = Any  # a style of `hp_styles.context.sparse`, which is above this module
 
 
 class Modules(Protocol):

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from hp_dtensor import DeviceMesh
 from hp_styles import port
-from hp_styles.base import ParallelStyle
-from hp_styles.checks import check_mesh
+from hp_styles.base import ParallelStyle, check_mesh
 
 
 @dataclass(kw_only=True, eq=False)

@@ -9,8 +9,7 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh
 from hp_styles import port
-from hp_styles.base import ParallelStyle
-from hp_styles.checks import check_mesh
+from hp_styles.base import ParallelStyle, check_mesh
 from hp_styles.context.plan import Settings
 from hp_styles.context.rounds import Rounds
 

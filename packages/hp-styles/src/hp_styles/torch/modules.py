@@ -1,4 +1,7 @@
-"""Distribution of a torch module's parameters. Inputs and outputs are in `hp_styles.inputs`."""
+"""Distribution of a torch module's parameters, and what `torch.compile` traces in place of `hp_styles.inputs`.
+
+See Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compile.compiling`.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,23 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from hp_dtensor import DeviceMesh, DTensor, Placement, Replicate
-from hp_dtensor.extend import normalize
+from hp_dtensor.extend import TensorSpec, normalize, spec_named
 from hp_dtensor.torch.extend import (
+    constant,
+    decode_placements,
     distribute_parameter,
+    encode_placements,
+    mesh_of,
     redistribute,
     redistribute_shared,
     refuse_foreign,
     replicate_parameters,
     sharded_loss,
+    traces_as,
 )
 from hp_platform import get_platform
+from hp_styles import base, inputs
 from hp_styles.inputs import begin_call, end_call
-from hp_styles.torch import compiling  # noqa: F401  (what torch.compile traces)
 from hp_styles.torch.regions import base_layer, divide_inside, run_experts, run_pointwise, run_replicated
 
 __all__ = [
@@ -219,3 +227,60 @@ def gather_numbers(numbers: Sequence[int], mesh: DeviceMesh, like: torch.Tensor)
         get_platform().collectives.all_gather(everyones, rows, group=mesh.get_group(axis))
         rows = everyones
     return rows.tolist()
+
+
+@traces_as(inputs._is_tensor)
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+@constant
+def _spec(mesh: Any, layout: Any, local: tuple[int, ...], features: Any) -> TensorSpec:
+    return inputs._spec(mesh_of(mesh), decode_placements(layout), local, features)
+
+
+@constant
+def _wanted(have: str, mesh: Any, desired: Any) -> TensorSpec:
+    return inputs._wanted(spec_named(have), mesh_of(mesh), decode_placements(desired))
+
+
+def _texts(layout: Any) -> Any:
+    return encode_placements(layout if isinstance(layout, tuple) else (layout,))
+
+
+@traces_as(inputs._to_dtensor)
+def _to_dtensor(value: Any, mesh: Any, layout: Any, desired: Any, features: Any = None) -> Any:
+    if isinstance(value, DTensor):
+        return redistribute_shared(value, _wanted(value._spec.name, mesh._key, _texts(desired)))
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"parallel style: a layout is for a tensor, got {type(value).__name__}")
+    src = _spec(mesh._key, _texts(layout), tuple([int(size) for size in value.shape]), features)
+    return redistribute_shared(value, _wanted(src.name, mesh._key, _texts(desired)), src)
+
+
+@traces_as(inputs._output)
+def _output(value: Any, mesh: Any, desired: Any, local: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = redistribute(value, _wanted(value._spec.name, mesh._key, _texts(desired)))
+        return value.to_local() if local else value
+    return value
+
+
+@traces_as(inputs.compare_parts)
+def _compare_parts(mesh: Any, values: Any) -> None:
+    """Nothing: a compiled region communicates what its graph says."""
+
+
+@traces_as(base.check_widths)
+def _check_widths(expected: Any, module: Any, value: Any) -> None:
+    """Nothing: a shape that does not fit is found where it is traced."""
+
+
+@traces_as(inputs.begin_call)
+def _begin_call(module: Any, *, anew: bool = False) -> None:
+    """Nothing, as `_compare_parts`."""
+
+
+@traces_as(inputs.end_call)
+def _end_call(module: Any) -> None:
+    """Nothing, as `_compare_parts`."""

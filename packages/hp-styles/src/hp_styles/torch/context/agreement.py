@@ -10,11 +10,9 @@ import torch
 
 from hp_dtensor import DTensor
 from hp_styles.context.documents import Part, joined_parts
-from hp_styles.context.header import ERRORS, Header, check_alike, check_refusals, error_number
-from hp_styles.context.rounds import Round, Rounds
-from hp_styles.torch.context.call import Call
+from hp_styles.context.rounds import ERRORS, Header, Round, Rounds, check_alike, check_refusals, error_number
+from hp_styles.torch.context.call import Call, Reading, Seen, part_of, read_mask
 from hp_styles.torch.context.exchange import SequenceGroup, like
-from hp_styles.torch.context.masks import Reading, Seen, part_of, read_mask
 
 T = torch.Tensor
 _SEQUENCE = 2

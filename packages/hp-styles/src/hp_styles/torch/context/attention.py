@@ -22,9 +22,8 @@ from hp_dtensor.torch.extend import backward
 from hp_styles.context.plan import kv_copies, split_degrees
 from hp_styles.context.rounds import Rounds
 from hp_styles.torch.context.agreement import Settling, end_round, zeros_like_queries
-from hp_styles.torch.context.call import Call
+from hp_styles.torch.context.call import Call, Seen
 from hp_styles.torch.context.exchange import Exchange, SequenceGroup, Transfer, exchange, like
-from hp_styles.torch.context.masks import Seen
 from hp_styles.torch.context.ring import Logits, Ring, no_autocast, ring_attention, whole_attention
 
 T = torch.Tensor

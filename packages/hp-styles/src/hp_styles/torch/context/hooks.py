@@ -21,10 +21,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hp_dtensor import DeviceMesh, DTensor
-from hp_styles.context.inputs import check_output, find_input, with_inputs
 from hp_styles.context.plan import Settings
 from hp_styles.context.rounds import Rounds
-from hp_styles.inputs import hook
+from hp_styles.inputs import check_output, find_input, hook, with_inputs
 from hp_styles.torch.context.agreement import Settling, end_round
 from hp_styles.torch.context.attention import ContextGroup, attend, attend_inside, capped_attention
 from hp_styles.torch.context.call import Call, call_of, left_out, mapped, refuse_compiled
