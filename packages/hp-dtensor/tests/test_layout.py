@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hp_dtensor import DTensor, Layout, Partial, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
-from hp_dtensor.layout.layout import as_placements
 from hp_dtensor.layout.sharding import take
+from hp_dtensor.layout.spec import as_placements
 from hp_testing import device_type, on_ranks
 
 R = Replicate()

@@ -15,7 +15,7 @@ from hp_dtensor.layout.sharding import local_shape, take
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from hp_dtensor.redistribution import AllGather, AllReduce, AllToAll, ReduceScatter, plan, simulate
-from hp_dtensor.redistribution.simulate import coordinates
+from hp_dtensor.redistribution.executor import coordinates
 from hp_dtensor.torch.moves import exchange
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_platform import count_collectives

@@ -26,7 +26,7 @@ from hp_dtensor.redistribution import (
     planner,
     simulate,
 )
-from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
+from hp_dtensor.redistribution.executor import coordinates, reduce_arrays
 from hp_dtensor.redistribution.steps import step_cost
 
 R = Replicate()

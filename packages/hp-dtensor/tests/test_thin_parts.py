@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hp_dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from hp_dtensor.layout.strides import contiguous, global_strides, is_thin
+from hp_dtensor.layout.sharding import contiguous, global_strides, is_thin
 from hp_testing import device_type, on_ranks
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_dtensor.layout.layout import Layout
 from hp_dtensor.layout.placements import PARTIAL_OPS, Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.sharding import local_shape, take
+from hp_dtensor.layout.spec import Layout
 from hp_dtensor.redistribution import AllGather, ReduceScatter, explain_transfer, plan_transfer, simulate
-from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
+from hp_dtensor.redistribution.executor import coordinates, reduce_arrays
 
 R = Replicate()
 

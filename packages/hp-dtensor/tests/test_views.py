@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hp_dtensor.layout.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.sharding import local_shape, take
-from hp_dtensor.rules.views import view_placements
+from hp_dtensor.rules.planning import view_placements
 
 R = Replicate()
 

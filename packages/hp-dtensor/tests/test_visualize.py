@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hp_dtensor import Layout, Partial, RaggedShard, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from hp_dtensor.debugging.visualize import visualize_sharding
-from hp_dtensor.layout.holders import who_holds
+from hp_dtensor.layout.boxes import who_holds
 from hp_dtensor.layout.sharding import take
 from hp_testing import as_tensor, device_type, on_ranks
 

@@ -9,7 +9,7 @@ from hp_dtensor.layout.placements import kind_of
 from hp_dtensor.layout.sharding import cut_dim, intervals, local_shape
 from hp_dtensor.layout.spec import TensorSpec, normalize, spec_named
 from hp_dtensor.mesh.axes import axes_overlap, axes_within, axis_within, check_member
-from hp_dtensor.mesh.roots import in_one_root, slice_of
+from hp_dtensor.mesh.groups import in_one_root, slice_of
 
 __all__ = [
     "Box",

@@ -26,7 +26,7 @@ from hp_dtensor.layout.sharding import take
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.moves.redistribute import execute
-from hp_dtensor.redistribution.simulate import coordinates, reduce_arrays
+from hp_dtensor.redistribution.executor import coordinates, reduce_arrays
 from hp_testing import on_ranks
 
 R = Replicate()

@@ -2,16 +2,213 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from hp_dtensor import port
-from hp_dtensor.creation.from_local import refuse_cut_graph, refuse_second_call
-from hp_dtensor.layout.layout import Layout, as_placements
-from hp_dtensor.layout.placements import Placement
-from hp_dtensor.layout.spec import TensorSpec, normalize
+from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, kind_of
+from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, grad_spec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_platform import get_platform
+from hp_platform.extend import when_groups_end
+
+
+class GraphError(ValueError, RuntimeError):
+    """A tensor that would be detached from its graph."""
+
+
+class NotLocalError(TypeError, RuntimeError):
+    """An argument is not a plain tensor."""
+
+
+_MOST_DIMS = 16
+"""The number of dims up to which ranks compare shapes."""
+
+
+def check_local(local: Any, dtensor: type, tensor: type) -> None:
+    """Check that ``from_local`` is passed a plain tensor.
+
+    Raises:
+        NotLocalError: it is a DTensor, or not a tensor.
+    """
+    if isinstance(local, dtensor):
+        raise NotLocalError("from_local takes a plain tensor, got a DTensor; use redistribute to change its layout")
+    if not isinstance(local, tensor):
+        raise NotLocalError(f"from_local takes a plain tensor, this rank's local tensor, got a {kind_of(local)}")
+
+
+def gradient_layout(spec: TensorSpec, grad_placements: Sequence[Placement] | None) -> TensorSpec | None:
+    """Return the layout in which a local tensor receives its gradient, or None if the gradient arrives in it already.
+
+    Args:
+        spec: the layout of the DTensor.
+        grad_placements: the user's argument; None leaves the gradient in the layout in which it arrives.
+
+    Raises:
+        ValueError: the local tensor's gradient would have another shape in that layout.
+    """
+    if grad_placements is None:
+        return None
+    natural, what = grad_spec(spec), "from_local: grad_placements"
+    requested = normalize(grad_placements, spec.mesh, len(spec.shape), what)
+    for axis, (arrives, asked) in enumerate(zip(natural.placements, requested, strict=True)):
+        if arrives != asked and not (arrives.is_replicate() and asked.is_partial("sum")):
+            allowed = "Replicate() or Partial()" if arrives.is_replicate() else repr(arrives)
+            raise ValueError(
+                f"{what}[{axis}] is {asked!r} for a local tensor placed {spec.placements[axis]!r}; its gradient may"
+                f" be {allowed}"
+            )
+    return None if requested == natural.placements else natural.with_placements(requested)
+
+
+def layout_of(
+    local: tuple[int, ...],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None,
+    requires_grad: bool,
+) -> TensorSpec:
+    """Return the layout of a DTensor whose local tensor has shape ``local``; see ``DTensor.from_local``.
+
+    Raises:
+        NotImplementedError: a local tensor of a partial max, min or product that requires gradients.
+        ValueError: placements that don't fit, or a global shape that cannot be inferred.
+    """
+    arguments = local, mesh, placements, shape if shape is None else tuple(shape), requires_grad
+    try:
+        return _layouts(*arguments)
+    except TypeError:  # a value without a hash is not a placement; raise its error
+        return _layouts.__wrapped__(*arguments)
+
+
+@functools.lru_cache(1024)
+def _layouts(
+    local: tuple[int, ...],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None,
+    requires_grad: bool,
+) -> TensorSpec:
+    for placement in placements if requires_grad else ():
+        if placement.is_partial() and not placement.is_partial("sum") and not placement.is_partial("avg"):
+            raise NotImplementedError(
+                f"from_local: a local tensor that requires gradients as {placement!r} has no known gradient,"
+                " because backward cannot tell which rank's value counts; take it out of the graph (detach(), on"
+                " MindSpore ops.stop_gradient()), or reduce a DTensor instead (its max or prod has a gradient)"
+            )
+    ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
+    if len(ops) > 1 and ops != {"sum", "avg"}:
+        raise ValueError(
+            f"from_local: placements {tuple(placements)} mix partial {' and '.join(sorted(ops))}, whose order of"
+            " reduction matters; reduce one of them first"
+        )
+    ragged = any(isinstance(p, RaggedShard) for p in placements)
+    if ragged and shape is None:
+        raise ValueError("from_local: a RaggedShard needs shape=, the global shape")
+    placements = normalize(placements, mesh, len(shape) if shape is not None else len(local), "from_local")
+    if shape is None:
+        if mesh.get_coordinate() is None and not prod(local):
+            raise ValueError(
+                f"from_local: rank {mesh.get_rank()} is not in {mesh}, and the global shape cannot be inferred from a"
+                f" local tensor of shape {local}; pass shape="
+            )
+        sizes = list(local)
+        for axis, placement in enumerate(placements):
+            if not (placement.is_replicate() or placement.is_partial()):
+                sizes[placement.dim] *= mesh.shape[axis]  # type: ignore[attr-defined]
+        shape = sizes
+    return TensorSpec.of(mesh, placements, tuple(int(size) for size in shape))
+
+
+when_groups_end(_layouts.cache_clear)
+
+
+def check_inside(mesh: DeviceMesh, what: str) -> None:
+    """Check that this rank is in the mesh, on a framework where ranks outside cannot have empty local tensors.
+
+    Raises:
+        NotImplementedError: this rank is not in the mesh.
+    """
+    if mesh.get_coordinate() is None:
+        raise NotImplementedError(
+            f"{what}: rank {mesh.get_rank()} is not in {mesh}, and a rank outside a mesh cannot have an empty"
+            " local tensor on this framework; call it only on the ranks of the mesh"
+        )
+
+
+def check_part(local: tuple[int, ...], spec: TensorSpec) -> None:
+    """Check that a local tensor has the shape that its layout implies on this rank.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    mesh = spec.mesh
+    if local != spec.local_shape:
+        raise ValueError(
+            f"from_local: a tensor of global shape {spec.shape} placed {spec.placements} on {mesh.shape} has local"
+            f" shape {spec.local_shape} on rank {mesh.get_rank()} at {mesh.get_coordinate()}, got {local}"
+        )
+
+
+def check_ranks(
+    spec: TensorSpec, dtype: Any, requires_grad: bool, agree: Callable[[Sequence[int] | None, Any], bool]
+) -> None:
+    """Compare shapes and dtypes over all ranks, and replicated values over the axis; communicates.
+
+    Args:
+        spec: the layout of the future DTensor.
+        dtype: the local tensor's dtype, compared as text.
+        requires_grad: the local tensor's.
+        agree: tells whether all ranks of a group have the same numbers; None stands for the local tensor's values.
+
+    Raises:
+        ValueError: ranks disagree.
+    """
+    shape = [len(spec.shape), *spec.shape, *(0,) * (_MOST_DIMS - len(spec.shape))]
+    kind = [*str(dtype).encode().ljust(_MOST_DIMS * 2, b" "), requires_grad]
+    for axis in range(spec.mesh.ndim):
+        group = spec.mesh.get_group(axis)
+        for what, numbers in (("the global shape", shape), ("the dtype or requires_grad", kind)):
+            if not agree(numbers, group):
+                raise ValueError(
+                    f"from_local: ranks along axis {axis} disagree on {what}; this rank has shape {spec.shape},"
+                    f" {dtype}, requires_grad={requires_grad}"
+                )
+        if spec.placements[axis].is_replicate() and not agree(None, group):
+            raise ValueError(
+                f"from_local: values differ between ranks along axis {axis}, where the placement is Replicate()"
+            )
+
+
+def refuse_cut_graph(shape: tuple[int, ...], detach: str) -> None:
+    """Return the error for a tensor in a graph that `distribute_tensor` would detach.
+
+    Args:
+        shape: the tensor's shape.
+        detach: the framework's call that detaches, for the advice.
+
+    Raises:
+        GraphError: always.
+    """
+    raise GraphError(
+        f"distribute_tensor: a tensor of shape {shape} that was computed from others would be detached from their"
+        f" gradients; redistribute each rank's own tensor instead, DTensor.from_local(tensor, mesh), or {detach} it"
+    )
+
+
+def refuse_second_call(module: Any) -> None:
+    """Check that `distribute_module` was not called on a module before.
+
+    Raises:
+        RuntimeError: it was, so inputs and outputs would be converted twice.
+    """
+    if getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError(
+            f"distribute_module: this {type(module).__name__} is distributed already, and its inputs and outputs would"
+            " be converted a second time; call it once, with all functions"
+        )
 
 
 def distribute_tensor(

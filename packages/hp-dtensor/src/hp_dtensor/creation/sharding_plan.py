@@ -9,9 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from hp_dtensor import port
-from hp_dtensor.layout.layout import Layout, as_placements
 from hp_dtensor.layout.placements import Placement
-from hp_dtensor.layout.spec import normalize
+from hp_dtensor.layout.spec import Layout, as_placements, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_platform import get_platform
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.layout.holders import Grid, Holders, who_holds
-from hp_dtensor.layout.layout import Layout
+from hp_dtensor.layout.boxes import Grid, Holders, who_holds
 from hp_dtensor.layout.placements import Partial, Placement
 from hp_dtensor.layout.sharding import normalize
-from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.layout.spec import Layout, TensorSpec
 
 _GRID_SIZE = (4.0, 3.2)  # inches
 _MOST_ACROSS = 4

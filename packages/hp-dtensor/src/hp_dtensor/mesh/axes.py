@@ -16,10 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hp_dtensor.errors import AxisRangeError, MeshValueError, NoAxisError, OverlapError
-
 if TYPE_CHECKING:
     from hp_dtensor.mesh.device_mesh import DeviceMesh
+
+
+class MeshValueError(ValueError, RuntimeError):
+    """Sizes, names or ranks that do not form a mesh."""
+
+
+class NoAxisError(KeyError, ValueError):
+    """A mesh has no axis of that name."""
+
+
+class AxisRangeError(IndexError, ValueError):
+    """A mesh has no axis of that index."""
+
+
+class OverlapError(KeyError, RuntimeError):
+    """Axes of a mesh share ranks."""
 
 
 AxisLayout = tuple[tuple[int, int], ...]

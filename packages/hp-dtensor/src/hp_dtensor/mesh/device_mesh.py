@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor import port
-from hp_dtensor.errors import MeshValueError
 from hp_dtensor.mesh import axes as mesh_axes
 from hp_dtensor.mesh import groups as mesh_groups
-from hp_dtensor.mesh.axes import AxisLayout, axis_layouts, find_axis, read_names, read_ranks
+from hp_dtensor.mesh.axes import AxisLayout, MeshValueError, axis_layouts, find_axis, read_names, read_ranks
 from hp_platform import get_platform
 from hp_platform.extend import own_rank
 

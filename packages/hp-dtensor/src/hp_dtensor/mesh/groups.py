@@ -1,4 +1,10 @@
-"""The process groups of a mesh: initialisation, options, and adoption of existing groups."""
+"""The process groups of a mesh: initialisation, options, and adoption of existing groups.
+
+Note [Equal slices of different roots]
+    Meshes are values: of equal slices of two roots, layouts keep the one that came first. So the root of a layout's
+    mesh may be that of another model, and meshes of one model may have several. What matters is that there is a root
+    that they all are slices of, by name.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.errors import MeshValueError
+from hp_dtensor.mesh.axes import MeshValueError
 from hp_platform import get_platform
 from hp_platform.extend import inside_launcher, launch_command, launcher_place, when_groups_end
+
+if TYPE_CHECKING:
+    from hp_dtensor.mesh.device_mesh import DeviceMesh
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hp_dtensor.mesh.device_mesh import DeviceMesh
@@ -125,3 +136,29 @@ def adopt(mesh: DeviceMesh, axis_groups: Sequence[Any]) -> None:
             raise ValueError(f"from_group: axis {axis} has ranks {line}, but its group has {members}")
     groups.mark_created(axis_groups)
     mesh._groups = tuple(axis_groups)
+
+
+def slice_of(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return a mesh as a slice of a root, or None if it is none."""
+    if mesh.root == root:
+        return mesh
+    names = mesh.mesh_dim_names
+    if not names or not set(names) <= {*(root.mesh_dim_names or ()), *root._flattened}:
+        return None
+    sliced = root[names]
+    return sliced if sliced == mesh else None
+
+
+def in_one_root(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh] | None:
+    """Return meshes as slices of one root, in their order; None if no root has them all."""
+    for root in (*dict.fromkeys(mesh.root for mesh in meshes), *_roots(living())):
+        if root.get_coordinate() is None:
+            continue
+        slices = [slice_of(root, mesh) for mesh in meshes]
+        if None not in slices:
+            return [each for each in slices if each is not None]
+    return None
+
+
+def _roots(meshes: Iterable[DeviceMesh]) -> list[DeviceMesh]:
+    return [mesh for mesh in meshes if mesh.root is mesh]

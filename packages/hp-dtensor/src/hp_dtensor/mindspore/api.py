@@ -8,8 +8,8 @@ from typing import Any
 import mindspore
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from hp_dtensor.creation.creation import broadcast
-from hp_dtensor.creation.from_local import (
+from hp_dtensor.creation.creation import (
+    broadcast,
     check_inside,
     check_local,
     check_part,
@@ -17,9 +17,8 @@ from hp_dtensor.creation.from_local import (
     gradient_layout,
     layout_of,
 )
-from hp_dtensor.layout.layout import Layout, as_placements
 from hp_dtensor.layout.placements import Placement, Replicate
-from hp_dtensor.layout.spec import TensorSpec, normalize
+from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, gradient_as, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap

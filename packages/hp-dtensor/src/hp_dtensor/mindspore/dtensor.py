@@ -14,10 +14,8 @@ from typing import Any
 from mindspore import Parameter, Tensor, mint, ops
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
 
-from hp_dtensor.gradients import grad_spec, varying
-from hp_dtensor.layout.layout import Layout, as_placements
 from hp_dtensor.layout.placements import Placement, Replicate
-from hp_dtensor.layout.spec import TensorSpec, normalize
+from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, grad_spec, normalize, varying
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.backward.autograd import local_mode, local_only

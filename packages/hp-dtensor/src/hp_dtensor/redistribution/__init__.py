@@ -5,8 +5,8 @@ The framework's executor runs the steps; `simulate` runs them on numpy arrays fo
 
 from __future__ import annotations
 
+from hp_dtensor.redistribution.executor import simulate
 from hp_dtensor.redistribution.planner import cost, explain, plan
-from hp_dtensor.redistribution.simulate import simulate
 from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step, ToPartial
 from hp_dtensor.redistribution.transfer import Move, Transfer, explain_transfer, plan_transfer
 

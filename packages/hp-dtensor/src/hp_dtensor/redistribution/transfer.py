@@ -17,10 +17,10 @@ from math import prod
 
 import numpy as np
 
-from hp_dtensor.layout.layout import Layout
 from hp_dtensor.layout.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.layout.sharding import Interval, cut_dim, local_shape, normalize, ragged_of
-from hp_dtensor.redistribution.executor import neutral
+from hp_dtensor.layout.spec import Layout
+from hp_dtensor.redistribution.executor import coordinates, neutral
 from hp_dtensor.redistribution.planner import explain, plan
 from hp_dtensor.redistribution.ranges import (
     Ranges,
@@ -30,7 +30,6 @@ from hp_dtensor.redistribution.ranges import (
     joined_ranges,
     local_ranges,
 )
-from hp_dtensor.redistribution.simulate import coordinates
 from hp_dtensor.redistribution.steps import Step, step_cost
 
 Shape = tuple[int, ...]

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.creation.creation import broadcast, distribute_tensor
-from hp_dtensor.creation.from_local import (
+from hp_dtensor.creation.creation import (
+    broadcast,
     check_local,
     check_part,
     check_ranks,
+    distribute_tensor,
     gradient_layout,
     layout_of,
 )
-from hp_dtensor.layout.layout import Layout, as_placements
 from hp_dtensor.layout.placements import Placement, Replicate
-from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.torch.backward.engine import on_local_gradient
 from hp_dtensor.torch.dtensor import _OWN as OWN

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.gradients import varying
-from hp_dtensor.layout.layout import Layout
 from hp_dtensor.layout.placements import Placement, Replicate
-from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.layout.spec import Layout, TensorSpec, varying
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.backward.asking import local_asked

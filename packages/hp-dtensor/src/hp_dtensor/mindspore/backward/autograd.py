@@ -1,4 +1,4 @@
-"""Redistribution in autograd's graph, with the right gradient: Note [Gradient layouts] in `hp_dtensor.gradients`.
+"""Redistribution in autograd's graph, with the right gradient: Note [Gradient layouts] in `hp_dtensor.layout.spec`.
 
 Note [One sum for q, k and v]
 The gradient of a value that several operations read as varying must be reduced once, not once per operation. The
@@ -23,8 +23,7 @@ from mindspore import Parameter, Tensor, _Function, ops
 from mindspore._c_expression import NoFallbackGuard, TensorPy  # type: ignore[attr-defined]
 from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
-from hp_dtensor.gradients import backward_scale, grad_spec
-from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.layout.spec import TensorSpec, backward_scale, grad_spec
 from hp_dtensor.mindspore.moves.redistribute import execute
 
 __all__ = ["alias", "convert", "forget", "grad_enabled", "gradient_as", "once_differentiable"]

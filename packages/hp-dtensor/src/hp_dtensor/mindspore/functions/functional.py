@@ -9,9 +9,9 @@ import mindspore
 from mindspore import Tensor, _Function, ops
 from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
-from hp_dtensor.functions.functional import apply_function
-from hp_dtensor.gradients import grad_spec
+from hp_dtensor.functions.local_map import apply_function
 from hp_dtensor.layout.placements import Replicate
+from hp_dtensor.layout.spec import grad_spec
 from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, local_view, redistribute, wrap
 

@@ -12,9 +12,8 @@ from hp_dtensor.mindspore.backward.autograd import local_mode
 from hp_dtensor.mindspore.dtensor import DTensor
 from hp_dtensor.mindspore.ops.dispatching import dispatch
 from hp_dtensor.mindspore.ops.dispatching.bindings import BINDINGS
-from hp_dtensor.ops.planning import Binding, Call
-from hp_dtensor.rules.acceptable import check_results, choose
-from hp_dtensor.rules.factors import Solution
+from hp_dtensor.rules.factors import Solution, check_results, choose
+from hp_dtensor.rules.planning import Binding, Call
 from hp_platform.extend import map_nested
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])

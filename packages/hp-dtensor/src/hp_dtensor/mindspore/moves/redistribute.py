@@ -11,9 +11,8 @@ from mindspore import dtype as mstype
 from mindspore._c_expression import MixedPrecisionType, NoFallbackGuard  # type: ignore[attr-defined]
 from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
 
-from hp_dtensor.redistribution.cuts import Place
 from hp_dtensor.redistribution.executor import BOOL_OPS, PROGRAMS, Arrays, Run, program_of, run_of, wrong_part
-from hp_dtensor.redistribution.steps import AllReduce, AllToAll, ReduceScatter, Slice, Step
+from hp_dtensor.redistribution.steps import AllReduce, AllToAll, Place, ReduceScatter, Slice, Step
 
 if TYPE_CHECKING:
     from hp_dtensor.layout.spec import TensorSpec

@@ -12,8 +12,8 @@ from hp_dtensor.layout.placements import Shard
 from hp_dtensor.mindspore.ops import extremes, local
 from hp_dtensor.mindspore.ops.dispatching import shapes
 from hp_dtensor.mindspore.ops.dispatching.bindings import BINDINGS, bind
-from hp_dtensor.ops.planning import Call
 from hp_dtensor.rules.library import dims_argument
+from hp_dtensor.rules.planning import Call
 
 __all__ = ["BINDINGS", "bind"]
 

@@ -21,7 +21,7 @@ from hp_dtensor.mindspore.dtensor import DTensor, local_of, redistribute, unwrap
 from hp_dtensor.mindspore.ops.dispatching.bindings import bind
 from hp_dtensor.mindspore.ops.dispatching.dispatch import run_kernel
 from hp_dtensor.mindspore.ops.views import before_write
-from hp_dtensor.ops.planning import Call
+from hp_dtensor.rules.planning import Call
 
 
 def _expanded(index: Any, ndim: int) -> list[Any]:

@@ -10,7 +10,7 @@ from mindspore import ops
 from hp_dtensor.mindspore.backward.autograd import local_mode
 from hp_dtensor.mindspore.ops.dispatching import shapes
 from hp_dtensor.mindspore.ops.dispatching.bindings import bind
-from hp_dtensor.ops.planning import Call
+from hp_dtensor.rules.planning import Call
 
 _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 """As kernels number them."""

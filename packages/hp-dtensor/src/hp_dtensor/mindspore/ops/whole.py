@@ -15,7 +15,7 @@ from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mindspore.backward.autograd import convert, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
-from hp_dtensor.ops.planning import mesh_of
+from hp_dtensor.rules.planning import mesh_of
 from hp_platform.extend import map_nested
 
 WHOLE = frozenset(

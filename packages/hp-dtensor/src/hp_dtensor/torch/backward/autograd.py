@@ -27,9 +27,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-from hp_dtensor.gradients import grad_spec
 from hp_dtensor.layout.placements import Replicate
-from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.layout.spec import TensorSpec, grad_spec
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.backward.redistributed import (
     AsView,

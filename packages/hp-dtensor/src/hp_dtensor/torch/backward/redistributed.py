@@ -1,4 +1,4 @@
-"""Redistribution in autograd's graph, with the right gradient: Note [Gradient layouts] in `hp_dtensor.gradients`.
+"""Redistribution in autograd's graph, with the right gradient: Note [Gradient layouts] in `hp_dtensor.layout.spec`.
 
 Note [Gradients of gradients]
 Every term of a partial sum gets the gradient of the sum: a replicated value that each rank reads for a term of its own.
@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.gradients import backward_scale, grad_spec
 from hp_dtensor.layout.placements import Partial
-from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.layout.spec import TensorSpec, backward_scale, grad_spec
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.views.kept import drop
 from hp_platform.torch.heavy import exchanged

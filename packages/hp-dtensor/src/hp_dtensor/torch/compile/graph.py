@@ -20,10 +20,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor.creation.from_local import layout_of
-from hp_dtensor.gradients import varying
+from hp_dtensor.creation.creation import layout_of
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.layout.spec import TensorSpec, meshes, normalize, spec_named
+from hp_dtensor.layout.spec import TensorSpec, meshes, normalize, spec_named, varying
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.dtensor import DTensor, wrap

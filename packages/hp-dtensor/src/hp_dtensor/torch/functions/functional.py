@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.functions.functional import apply_function
+from hp_dtensor.functions.local_map import apply_function
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.torch.dtensor import DTensor
 

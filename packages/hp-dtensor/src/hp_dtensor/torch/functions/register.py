@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from hp_dtensor.ops.planning import Binding, Call
-from hp_dtensor.rules.acceptable import check_results, choose
-from hp_dtensor.rules.factors import Solution
+from hp_dtensor.rules.factors import Solution, check_results, choose
+from hp_dtensor.rules.planning import Binding, Call
 from hp_dtensor.torch.dtensor import DTensor, local_of
 from hp_dtensor.torch.ops.dispatching import dispatch, missing
 from hp_dtensor.torch.ops.dispatching.calls import name_of

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.gradients import grad_spec
-from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.layout.spec import TensorSpec, grad_spec
 from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.torch.moves.redistribute import execute

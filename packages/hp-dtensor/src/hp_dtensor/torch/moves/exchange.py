@@ -17,9 +17,8 @@ import torch
 
 from hp_dtensor.layout.placements import Placement, Shard
 from hp_dtensor.layout.sharding import ragged_of
-from hp_dtensor.redistribution.cuts import Cut, Place
 from hp_dtensor.redistribution.executor import Arrays, Run, cuts_of, run_of
-from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Slice, Step
+from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, Cut, Place, ReduceScatter, Slice, Step
 from hp_platform import get_platform
 
 OVERLAPPED = 1 << 20

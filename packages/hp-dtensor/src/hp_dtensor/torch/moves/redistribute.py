@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hp_dtensor.redistribution.cuts import Place
 from hp_dtensor.redistribution.executor import BOOL_OPS, PROGRAMS, Run, program_of, wrong_part
-from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, ReduceScatter, Step
+from hp_dtensor.redistribution.steps import AllGather, AllReduce, AllToAll, Place, ReduceScatter, Step
 from hp_dtensor.torch.moves import exchange
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.layout.layout import Layout, as_placements
 from hp_dtensor.layout.placements import Placement
-from hp_dtensor.layout.spec import TensorSpec, normalize
+from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.redistribution.transfer import Box, Move, Transfer, plan_transfer
 from hp_dtensor.torch.backward import autograd

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor.ops.planning import Binding, binding_of
+from hp_dtensor.rules.planning import Binding, binding_of
 from hp_dtensor.torch.ops import local
 from hp_dtensor.torch.ops.dispatching import result_shapes
 from hp_dtensor.torch.ops.dispatching.calls import functions_of

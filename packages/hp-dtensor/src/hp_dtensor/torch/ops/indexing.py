@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.ops.planning import Call
+from hp_dtensor.rules.planning import Call
 from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.ops.dispatching.plain import replicate_plain

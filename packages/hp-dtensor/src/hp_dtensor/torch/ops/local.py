@@ -19,7 +19,7 @@ from hp_dtensor.rules.library import dims_argument
 from hp_platform import get_platform
 
 if TYPE_CHECKING:
-    from hp_dtensor.ops.planning import Call
+    from hp_dtensor.rules.planning import Call
 
 T = torch.Tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.layout.strides import contiguous
+from hp_dtensor.layout.sharding import contiguous
 from hp_dtensor.torch.views.moved_view import linked
 from hp_dtensor.torch.views.strides import local_strides, on_one_device, same_memory
 

@@ -1,4 +1,4 @@
-"""Global strides of DTensors, the same on all ranks: Note [Thin shards] in `hp_dtensor.layout.strides`."""
+"""Global strides of DTensors, the same on all ranks: Note [Thin shards] in `hp_dtensor.layout.sharding`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.layout.strides import contiguous, global_strides
+from hp_dtensor.layout.sharding import contiguous, global_strides
 from hp_dtensor.torch.backward.asking import without_modes
 
 _impl: Any = torch._C._disabled_torch_function_impl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hp_dtensor.ops.planning import Binding, Call, binding_of
+from hp_dtensor.rules.planning import Binding, Call, binding_of
 
 BINDINGS: dict[str, Binding] = {}
 

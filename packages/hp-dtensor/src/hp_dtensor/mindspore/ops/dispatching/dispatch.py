@@ -28,8 +28,8 @@ from hp_dtensor.mindspore.ops.dispatching.plans import Plan, make_plan
 from hp_dtensor.mindspore.ops.drawing import DRAWING, draw
 from hp_dtensor.mindspore.ops.extremes import EXTREMES, extreme
 from hp_dtensor.mindspore.ops.whole import WHOLE, WRITING, on_whole
-from hp_dtensor.ops.planning import Call, mesh_of
 from hp_dtensor.rules.factors import NoLegalPlacement
+from hp_dtensor.rules.planning import Call, mesh_of
 from hp_platform.extend import map_nested, when_groups_end
 
 _PLANS: dict[Any, Plan] = {}

@@ -13,7 +13,7 @@ from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mindspore.backward.autograd import convert, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
 from hp_dtensor.mindspore.ops.views import VIEWS, before_write, note_view
-from hp_dtensor.ops.planning import Binding, Call, Fix, collect, moved, place
+from hp_dtensor.rules.planning import Binding, Call, Fix, collect, moved, place
 from hp_platform import get_platform
 
 

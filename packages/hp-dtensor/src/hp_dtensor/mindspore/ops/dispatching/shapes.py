@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hp_dtensor.rules.library import dims_argument
 
 if TYPE_CHECKING:
-    from hp_dtensor.ops.planning import Call
+    from hp_dtensor.rules.planning import Call
 
 Shape = tuple[int, ...]
 

@@ -17,7 +17,7 @@ import torch
 
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mesh.device_mesh import DeviceMesh
-from hp_dtensor.ops import planning
+from hp_dtensor.rules import planning
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.torch.backward.asking import in_a_mode
 from hp_dtensor.torch.compile.overrides import Override

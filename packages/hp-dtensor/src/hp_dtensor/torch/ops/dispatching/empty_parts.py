@@ -22,7 +22,7 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from hp_dtensor.layout.placements import RaggedShard
 
 if TYPE_CHECKING:
-    from hp_dtensor.ops.planning import Call
+    from hp_dtensor.rules.planning import Call
 
 
 _RULES = frozenset({"attention", "norm", "statistics", "whole_dims"})

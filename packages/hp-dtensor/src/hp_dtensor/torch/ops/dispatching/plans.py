@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.ops.planning import Binding, Call, collect, moved, place, refuse_others
 from hp_dtensor.rules.factors import NoLegalPlacement
+from hp_dtensor.rules.planning import Binding, Call, collect, moved, place, refuse_others
 from hp_dtensor.torch.backward.asking import without_modes
 from hp_dtensor.torch.backward.autograd import convert
 from hp_dtensor.torch.dtensor import DTensor, wrap

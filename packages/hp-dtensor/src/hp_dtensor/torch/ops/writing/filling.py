@@ -11,7 +11,7 @@ from hp_dtensor.rules.factors import NoLegalPlacement, Solution
 from hp_dtensor.torch.ops.local import Elsewhere
 
 if TYPE_CHECKING:
-    from hp_dtensor.ops.planning import Call
+    from hp_dtensor.rules.planning import Call
 
 
 def solve(call: Call, shapes: list[tuple[int, ...]]) -> Solution:

@@ -1,1 +1,0 @@
-"""Operations, whatever the framework: how a call is planned."""
