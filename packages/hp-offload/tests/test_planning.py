@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("scipy", reason="plan_memory needs scipy, in hp-offload's extra plan")
 
 from hp_offload import CheckpointPolicy, MemoryPlan, Saved, plan_memory
+from hp_offload.planning import Blocks, replay
 from hp_offload.saved import block_of
-from hp_offload.schedule import Blocks, replay
 
 KEEP, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE
 

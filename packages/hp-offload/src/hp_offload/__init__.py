@@ -12,12 +12,10 @@ from hp_offload.api import (
     swap_tensor_wrapper,
     swap_wrapper,
 )
-from hp_offload.applying import apply_memory_plan, fit_memory, trace_saved
-from hp_offload.checking import MemoryPlanWarning
+from hp_offload.applying import MemoryPlanWarning, apply_memory_plan, fit_memory, trace_saved
 from hp_offload.manager import SwapManager
 from hp_offload.planning import plan_memory
-from hp_offload.policies import CheckpointPolicy, keep_collectives_policy
-from hp_offload.saved import MemoryPlan, Saved
+from hp_offload.saved import CheckpointPolicy, MemoryPlan, Saved, keep_collectives_policy
 
 __all__ = [
     "CheckpointPolicy",

@@ -1,4 +1,4 @@
-"""What a framework supplies to hp-offload: primitives without checks, which the neutral modules have made."""
+"""Protocols that a framework implements for hp-offload: primitives, without the checks of the neutral modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Buffer = Any
 
 
 class Link(Protocol):
-    """Copies between the device and the host's memory; `<framework>/link.py`.
+    """Copies between the device and the host's memory; `<framework>/port.py`.
 
     A stream is None where the device has none: a copy is then done when the call returns, and its event is None.
     """
@@ -154,4 +154,4 @@ def port() -> Port:
 @functools.cache
 def link() -> Link:
     """Get the framework's copies."""
-    return load_port(Link, "link")  # type: ignore[type-abstract]
+    return load_port(Link)  # type: ignore[type-abstract]

@@ -26,7 +26,7 @@ from hp_offload import (
     plan_memory,
     trace_saved,
 )
-from hp_offload.schedule import Blocks
+from hp_offload.planning import Blocks
 from hp_platform.torch import heavy
 
 KEEP, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE

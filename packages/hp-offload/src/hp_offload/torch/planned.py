@@ -18,16 +18,13 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hp_offload.checking import MemoryCheck
-from hp_offload.policies import CheckpointPolicy
-from hp_offload.saved import MemoryPlan, block_of, near
-from hp_offload.torch.packed import Kept, Packed, address_of, plain_torch
-from hp_offload.torch.regions.functions import Filling, Site, is_function
-from hp_offload.torch.regions.history import Walk
+from hp_offload.applying import MemoryCheck
+from hp_offload.saved import CheckpointPolicy, MemoryPlan, block_of, near
+from hp_offload.torch.regions.functions import Filling, Site, Walk, is_function
 from hp_offload.torch.regions.region import run_region
-from hp_offload.torch.regions.site_names import Sites, blocks_of, walking
 from hp_offload.torch.regions.sites import KeptOutput, Key, SitePasses
-from hp_offload.torch.swapping import SwapRun, stays
+from hp_offload.torch.swapping import Kept, Packed, SwapRun, address_of, plain_torch, stays
+from hp_offload.torch.tracing import Sites, blocks_of, walking
 from hp_platform.torch.heavy import mark
 
 T = torch.Tensor

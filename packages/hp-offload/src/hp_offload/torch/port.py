@@ -1,4 +1,4 @@
-"""Recomputation and saved tensors of PyTorch."""
+"""Recomputation and saved tensors of PyTorch, and copies to the host, on side streams where the device has them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
-from hp_offload.groups import GroupRun, name_of_group
-from hp_offload.torch.packed import Packed, unpack
+from hp_offload.manager import GroupRun, name_of_group
+from hp_offload.port import ALIGNMENT
 from hp_offload.torch.planned import apply
-from hp_offload.torch.regions.functions import Filling
-from hp_offload.torch.regions.history import Walk
+from hp_offload.torch.regions.functions import Filling, Walk
 from hp_offload.torch.regions.region import Passes, run_region
 from hp_offload.torch.regions.selection import Selection
 from hp_offload.torch.regions.sites import module_of
 from hp_offload.torch.scope import Scope, run_excluded, running, tag
-from hp_offload.torch.swapping import SwapRun, swapping
+from hp_offload.torch.swapping import Packed, SwapRun, swapping, unpack
 from hp_offload.torch.tracing import trace
 from hp_platform import get_platform
 from hp_platform.torch.heavy import mark
@@ -223,3 +223,108 @@ def wrap(module: nn.Module, around: Function) -> nn.Module:
     mark(module)  # while its forward is its own
     module.forward = functools.partial(around, module.forward)
     return module
+
+
+Storage = torch.UntypedStorage
+Stream = Any
+Event = Any
+
+
+def streams() -> tuple[Stream | None, Stream | None]:
+    """Make the streams of copies to the host and to the device; None on CPU, where a copy is done at once."""
+    devices = get_platform().devices
+    if not devices.capabilities.streams:
+        return None, None
+    return devices.stream(), devices.stream()
+
+
+def storage(tensor: torch.Tensor | Storage) -> Storage:
+    """Get the memory that a tensor is a view of."""
+    return tensor if isinstance(tensor, Storage) else tensor.untyped_storage()
+
+
+def address(storage: Storage) -> int:
+    """Get where memory begins; 0 where there is none."""
+    return 0 if storage.device.type == "meta" else storage.data_ptr()
+
+
+def nbytes(storage: Storage) -> int:
+    """Count a storage's bytes."""
+    return storage.nbytes()
+
+
+def host(nbytes: int) -> torch.Tensor:
+    """Allocate memory of the host."""
+    with _disable_current_modes():
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=get_platform().devices.capabilities.pinned_memory)
+
+
+def copy_out(storages: list[Storage], buffer: torch.Tensor, stream: Stream | None, after: Event) -> Event:
+    """Copy storages to a buffer on a stream that begins with what is computed up to here."""
+    with _disable_current_modes(), torch.no_grad():
+        if stream is None or storages[0].device.type == "cpu":
+            _copy_out(storages, buffer)
+            return None
+        stream.wait_stream(torch.get_device_module(storages[0].device.type).current_stream(storages[0].device))
+        if after is not None:
+            stream.wait_event(after)
+        with stream:
+            _copy_out(storages, buffer)
+        return stream.record_event()
+
+
+def _copy_out(storages: list[Storage], buffer: torch.Tensor) -> None:
+    if len(storages) == 1:
+        buffer.copy_(_bytes(storages[0]), non_blocking=True)
+        return
+    flat = torch.empty(buffer.numel(), dtype=torch.uint8, device=storages[0].device)
+    offset = 0
+    for each in storages:
+        flat[offset : offset + each.nbytes()].copy_(_bytes(each))
+        offset += -(-each.nbytes() // ALIGNMENT) * ALIGNMENT
+    buffer.copy_(flat, non_blocking=True)
+
+
+def copy_back(buffer: torch.Tensor, nbytes: int, like: Storage, stream: Stream | None) -> tuple[Storage, Event]:
+    """Copy a buffer's first bytes to new memory on a device."""
+    with torch.no_grad():
+        new = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+    return new.untyped_storage(), _copy_back(new, buffer[:nbytes], stream)
+
+
+def empty_like(storage: Storage) -> Storage:
+    """Return a storage of no bytes on the same device."""
+    return torch.UntypedStorage(0, device=storage.device)
+
+
+def free(storage: Storage) -> None:
+    """Give a storage's memory back."""
+    storage.resize_(0)
+
+
+def fill(storage: Storage, buffer: torch.Tensor, nbytes: int, stream: Stream | None) -> Event:
+    """Give a storage its memory and its bytes back."""
+    storage.resize_(nbytes)
+    return _copy_back(_bytes(storage), buffer[:nbytes], stream)
+
+
+def _copy_back(new: torch.Tensor, buffer: torch.Tensor, stream: Stream | None) -> Event:
+    with _disable_current_modes(), torch.no_grad():
+        if stream is None or new.device.type == "cpu":
+            new.copy_(buffer)
+            return None
+        # The memory is that of the current stream, where what was in it before may still be used.
+        stream.wait_stream(torch.get_device_module(new.device.type).current_stream(new.device))
+        with stream:
+            new.copy_(buffer, non_blocking=True)
+        return stream.record_event()
+
+
+def wait(event: Event) -> None:
+    """Make the current stream wait for a copy."""
+    if event is not None:
+        event.wait()
+
+
+def _bytes(storage: Storage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

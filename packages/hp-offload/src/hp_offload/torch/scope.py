@@ -13,11 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hp_offload.torch.packed import Kept, Packed, unpack
-from hp_offload.torch.regions.ambient_state import random_state, set_random_state
-from hp_offload.torch.regions.history import Walk
+from hp_offload.torch.regions.functions import Walk
 from hp_offload.torch.regions.sites import Computed
-from hp_offload.torch.swapping import SwapRun
+from hp_offload.torch.regions.state import random_state, set_random_state
+from hp_offload.torch.swapping import Kept, Packed, SwapRun, unpack
 from hp_platform.frames import frame
 
 T = torch.Tensor

@@ -24,12 +24,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hp_offload.torch.packed import Kept, Packed, changed, plain_torch, unpack
-from hp_offload.torch.regions.ambient_state import Surroundings
-from hp_offload.torch.regions.functions import Filling
-from hp_offload.torch.regions.history import Walk, differing
-from hp_offload.torch.regions.state import State, snapshot
+from hp_offload.torch.regions.functions import Filling, Walk, differing
+from hp_offload.torch.regions.state import State, Surroundings, snapshot
 from hp_offload.torch.scope import Scope, running
+from hp_offload.torch.swapping import Kept, Packed, changed, plain_torch, unpack
 
 T = torch.Tensor
 

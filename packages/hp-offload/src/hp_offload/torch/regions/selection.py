@@ -25,12 +25,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from hp_offload.policies import KEEPS, CheckpointPolicy, checked_answer
-from hp_offload.torch.packed import plain_torch
-from hp_offload.torch.regions.functions import Calls, Filling, Site, Watched
-from hp_offload.torch.regions.history import Walk
+from hp_offload.saved import KEEPS, CheckpointPolicy, checked_answer
+from hp_offload.torch.regions.functions import Calls, Filling, Site, Walk, Watched
 from hp_offload.torch.regions.region import Passes
 from hp_offload.torch.regions.sites import Computed, Group, Key, Ordinals, SitePasses
+from hp_offload.torch.swapping import plain_torch
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import EXCHANGE
 

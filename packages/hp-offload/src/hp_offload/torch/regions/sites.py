@@ -14,11 +14,20 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hp_offload.policies import KEEPS, CheckpointPolicy
-from hp_offload.torch.packed import Kept, Packed, plain_torch
-from hp_offload.torch.regions.ambient_state import random_state, set_random_state
-from hp_offload.torch.regions.functions import Calls, Filling, Role, Site, Watched, hand_back, is_function, layout_of
-from hp_offload.torch.regions.history import Walk
+from hp_offload.saved import KEEPS, CheckpointPolicy
+from hp_offload.torch.regions.functions import (
+    Calls,
+    Filling,
+    Role,
+    Site,
+    Walk,
+    Watched,
+    hand_back,
+    is_function,
+    layout_of,
+)
+from hp_offload.torch.regions.state import random_state, set_random_state
+from hp_offload.torch.swapping import Kept, Packed, plain_torch
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import EXCHANGE
 
