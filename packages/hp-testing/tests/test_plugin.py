@@ -14,7 +14,7 @@ import pytest
 
 from hp_platform import get_platform
 from hp_platform.platforms.ports import platform_name
-from hp_testing.frameworks import uses_none
+from hp_testing.plugin import uses_none
 
 pytestmark = pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it")
 

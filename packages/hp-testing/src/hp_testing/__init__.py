@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-from hp_testing.arrays import as_array, as_tensor
-from hp_testing.pools.decorator import on_ranks
-from hp_testing.pools.pool import RankError, close_pools, run_ranks
-from hp_testing.pools.target import device_type
+from hp_testing.pools.pool import RankError, close_pools, on_ranks, run_ranks
+from hp_testing.pools.target import as_array, as_tensor, device_type
 
 __all__ = ["RankError", "as_array", "as_tensor", "close_pools", "device_type", "on_ranks", "run_ranks"]

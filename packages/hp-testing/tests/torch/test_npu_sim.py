@@ -11,7 +11,7 @@ import torch
 
 from hp_platform import get_platform
 from hp_testing import RankError, device_type, on_ranks, run_ranks
-from hp_testing.npu_sim import building, communicators
+from hp_testing.npu_sim import communicators, loading
 
 pytestmark = pytest.mark.device
 
@@ -100,14 +100,14 @@ def test_processes_may_build_at_the_same_time(tmp_path, monkeypatch):
         (target / "library").write_text("compiled")
         both.wait(10)
 
-    monkeypatch.setattr(building, "_cache", lambda: tmp_path / "cache")
-    monkeypatch.setattr(building, "_fingerprint", lambda: "version")
-    monkeypatch.setattr(building, "_build", compile_slowly)
-    threads = [threading.Thread(target=lambda: folders.append(building.built())) for _ in range(2)]
+    monkeypatch.setattr(loading, "_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(loading, "_fingerprint", lambda: "version")
+    monkeypatch.setattr(loading, "_build", compile_slowly)
+    threads = [threading.Thread(target=lambda: folders.append(loading.built())) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert folders == [tmp_path / "cache" / "version"] * 2
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["version"]
-    assert building.built().joinpath("library").read_text() == "compiled"
+    assert loading.built().joinpath("library").read_text() == "compiled"

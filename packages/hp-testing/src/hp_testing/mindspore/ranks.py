@@ -1,10 +1,12 @@
-"""What a rank of the testing pool does with MindSpore."""
+"""A rank of the testing pool on MindSpore: how it joins the others, its seed, and its tensors from arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mindspore
+import numpy as np
 
 from hp_platform import collectives, groups
 from hp_platform.devices import devices
@@ -39,3 +41,14 @@ def issued() -> dict[tuple[int, ...], int]:
     if not groups.is_initialized():
         return {}
     return {ranks: primitives.issued[group] for ranks, group in groups.known_groups().items()}
+
+
+def as_tensor(array: np.ndarray, dtype: str) -> Any:
+    """Make a tensor with an array's values on the device in use."""
+    return mindspore.Tensor(np.asarray(array)).astype(getattr(mindspore, "bool_" if dtype == "bool" else dtype))
+
+
+def as_array(tensor: Any) -> np.ndarray:
+    """Copy a tensor's values to an array; bfloat16, which NumPy lacks, becomes float32."""
+    values = tensor.astype(mindspore.float32) if tensor.dtype is mindspore.bfloat16 else tensor
+    return values.asnumpy().copy()

@@ -1,9 +1,11 @@
-"""Pools of ranks, one for each world size, and the running of functions on them."""
+"""Pools of ranks, one for each world size, and the functions and pytest tests that run on them."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -21,8 +23,7 @@ from hp_platform.platforms import host
 from hp_platform.platforms.ports import platform_name
 from hp_testing.pools import target, worker
 from hp_testing.pools.processes import processor_seconds
-from hp_testing.pools.reference import Reference, refer
-from hp_testing.pools.worker import Outcome, Start, Task, main
+from hp_testing.pools.worker import BODY, Outcome, Reference, Start, Task, main, refer
 
 START_LIMIT = 120.0
 GRACE = 1.0
@@ -282,3 +283,57 @@ def _report(what: str, problems: dict[int, str]) -> str:
     for text, ranks in parts:
         lines.append(f"--- rank {', '.join(map(str, ranks))} ---\n{text.rstrip()}")
     return "\n".join(lines)
+
+
+def on_ranks(
+    *world_sizes: int, thorough: tuple[int, ...] = (), timeout: float = 60.0
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run a pytest test on every rank of a pool, once for each world size.
+
+        @on_ranks(1, 2, 4)
+        @pytest.mark.parametrize("op", ["sum", "max"])
+        def test_all_reduce(op): ...      # test_all_reduce[sum-ranks1] and so on
+
+    The body finds the default process group initialised. What it takes from pytest (parametrized values, fixtures such
+    as `tmp_path`) is pickled; it may also take `ranks`, the world size.
+
+    Args:
+        *world_sizes: the numbers of ranks.
+        thorough: more of them, for runs of all tests (`--tier all`) alone.
+        timeout: seconds until ranks that haven't returned are killed; while they compute, five times as many.
+
+    Raises:
+        TypeError: the test is a method, or no world size was given.
+    """
+    if not world_sizes or not all(isinstance(size, int) for size in world_sizes):
+        raise TypeError(f"on_ranks takes the numbers of ranks, as in @on_ranks(1, 2, 4), got {world_sizes}.")
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        import pytest
+
+        reference = refer(body)
+        signature = inspect.signature(body)
+        wants_ranks = "ranks" in signature.parameters
+
+        @functools.wraps(body)
+        def test(*, ranks: int, **values: Any) -> None:
+            __tracebackhide__ = True
+            if wants_ranks:
+                values["ranks"] = ranks
+            try:
+                run(ranks, reference, (), values, timeout=timeout)
+            except RankError as error:
+                failure = str(error)  # the ranks' tracebacks are what matters, not this process's
+            else:
+                return
+            pytest.fail(failure, pytrace=False)
+
+        own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != "ranks"]
+        added = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = signature.replace(parameters=[*own, added])  # type: ignore[attr-defined]
+        setattr(test, BODY, body)
+        sizes = [pytest.param(size, id=f"ranks{size}") for size in world_sizes]
+        sizes += [pytest.param(size, id=f"ranks{size}", marks=pytest.mark.thorough) for size in thorough]
+        return pytest.mark.parametrize("ranks", sizes)(test)
+
+    return decorate

@@ -1,8 +1,15 @@
-"""What the ranks run on: the framework and the device of `--backend`."""
+"""The framework and the device of `--backend`, and tensors on it from arrays and back."""
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
+
+from hp_platform.platforms.ports import platform_name
+
+if TYPE_CHECKING:
+    import numpy as np
 
 TARGETS = ("torch-cpu", "torch-cuda", "torch-npu", "torch-npu-sim", "mindspore-cpu", "mindspore-ascend")
 _KINDS = {"ascend": "npu"}  # where the backend's name says another word than the platform
@@ -77,3 +84,25 @@ def warning_filters() -> tuple[str, ...]:
         return ()
     # torch_npu's ways of copying a storage deeply, and of allocating what it communicates.
     return ("ignore:TypedStorage is deprecated:UserWarning", "ignore:Cannot create tensor with internal:UserWarning")
+
+
+def as_tensor(array: Any, dtype: str | None = None) -> Any:
+    """Make a tensor on the device in use.
+
+    Args:
+        array: an array, or what makes one.
+        dtype: by its name, such as "bfloat16"; None keeps the array's.
+    """
+    import numpy as np
+
+    values = np.asarray(array)
+    return _ranks().as_tensor(values, dtype or values.dtype.name)
+
+
+def as_array(tensor: Any) -> np.ndarray:
+    """Copy a tensor's values to an array; bfloat16, which NumPy lacks, becomes float32."""
+    return _ranks().as_array(tensor)
+
+
+def _ranks() -> Any:
+    return importlib.import_module(f"hp_testing.{platform_name()}.ranks")

@@ -1,4 +1,4 @@
-"""What a rank of the testing pool does with PyTorch."""
+"""A rank of the testing pool on PyTorch: how it joins the others, its seed, and its tensors from arrays."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -50,3 +51,14 @@ def issued() -> dict[tuple[int, ...], int]:
             with contextlib.suppress(RuntimeError):  # a backend that doesn't count
                 counts[ranks] = cast(Any, group)._get_sequence_number_for_group()
     return counts
+
+
+def as_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
+    """Make a tensor with an array's values on the device in use."""
+    return torch.tensor(np.asarray(array), device=devices.current_device()).to(getattr(torch, dtype))
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """Copy a tensor's values to an array; bfloat16, which NumPy lacks, becomes float32."""
+    values = tensor.detach().cpu()
+    return (values.float() if values.dtype is torch.bfloat16 else values).numpy().copy()
