@@ -13,7 +13,7 @@ from torch import nn
 
 import hp_pipeline
 from hp_pipeline import MetaStepType, PipelineStage
-from hp_pipeline.messages import links
+from hp_pipeline.messages import channels
 from hp_platform import get_platform
 from hp_platform.torch import collectives
 from hp_testing import device_type, on_ranks
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 @pytest.mark.parametrize("window", [0, 1, 5])
 def test_receives_ahead_change_no_bit(window):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "WINDOW", window)
+        patch.setattr(channels, "WINDOW", window)
         for name, chunks in (("Schedule1F1B", 1), ("ScheduleZBV", 2)):
             compare(name, 4, 3 * chunks, exact=device_type() == "cpu")
 
@@ -53,10 +53,10 @@ def test_overlap_p2p_receives_ahead_or_in_place(overlap):
 def test_a_communicator_for_each_channel():
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_groups", {})
+        patch.setattr(channels, "_groups", {})
         patch.setattr(collectives, "has_tags", lambda group, device: False)
-        greet = links._greet
-        patch.setattr(links, "_greet", lambda *args: (seen.append(args[0]), greet(*args)))
+        greet = channels._greet
+        patch.setattr(channels, "_greet", lambda *args: (seen.append(args[0]), greet(*args)))
         for name, chunks in (("ScheduleGPipe", 1), ("ScheduleInterleaved1F1B", 2), ("ScheduleZBV", 2)):
             compare(name, 4, 3 * chunks, exact=device_type() == "cpu")
     rank = dist.get_rank()

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hp_pipeline.stages.partition import partition
+from hp_pipeline.stages.split import partition
 
 pytestmark = pytest.mark.framework("torch")  # nothing of a framework: once is enough
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from html import escape
 
+from hp_pipeline.orders.pipeline import MetaStepType, compute_parts
 from hp_pipeline.orders.simulation import Trace
-from hp_pipeline.orders.steps import MetaStepType, compute_parts
 
 __all__ = ["to_chrome", "to_svg", "to_text"]
 

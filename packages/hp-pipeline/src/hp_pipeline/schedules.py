@@ -14,12 +14,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from hp_pipeline.orders.blocks import block_order, turns
-from hp_pipeline.orders.greedy import fill, greedy
-from hp_pipeline.orders.needs import open_forwards
-from hp_pipeline.orders.pipeline import Pipeline, Shape, placed
-from hp_pipeline.orders.simulation import simulate
-from hp_pipeline.orders.steps import MetaStep, MetaStepType, Order, compute_parts
+from hp_pipeline.orders.greedy import block_order, fill, greedy, turns
+from hp_pipeline.orders.pipeline import MetaStep, MetaStepType, Order, Pipeline, Shape, compute_parts, placed
+from hp_pipeline.orders.simulation import open_forwards, simulate
 
 __all__ = [
     "dual_pipe_v",

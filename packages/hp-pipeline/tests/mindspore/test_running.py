@@ -11,7 +11,7 @@ from pipeline_cells import Descent, Net, Stage, batch, reference
 
 import hp_pipeline
 from hp_pipeline import PipelineError, PipelineSchedule, PipelineStage, placed, schedules
-from hp_pipeline.mindspore.tree import flatten, unflatten
+from hp_pipeline.mindspore.port import flatten, unflatten
 from hp_platform import get_platform
 from hp_testing import on_ranks
 

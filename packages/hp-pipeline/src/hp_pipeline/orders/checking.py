@@ -28,18 +28,18 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hp_pipeline.orders.lowering import is_lowered, lower
-from hp_pipeline.orders.needs import Needs, peak_bytes
-from hp_pipeline.orders.pipeline import Pipeline
-from hp_pipeline.orders.steps import (
+from hp_pipeline.orders.pipeline import (
     COMPUTE,
     SHARDING,
     TRANSFERS,
     MetaStep,
     MetaStepType,
     Order,
+    Pipeline,
     compute_parts,
     computing,
 )
+from hp_pipeline.orders.simulation import Needs, peak_bytes
 
 # ---- meetings of a forward and a backward that run together ----
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 
-from hp_pipeline.orders.pipeline import Pipeline
-from hp_pipeline.orders.steps import BACKWARDS, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts
+from hp_pipeline.orders.pipeline import BACKWARDS, TRANSFERS, MetaStep, MetaStepType, Order, Pipeline, compute_parts
 
 _T = MetaStepType
 Piece = tuple[int | None, int]

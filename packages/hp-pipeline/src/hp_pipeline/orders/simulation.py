@@ -1,16 +1,153 @@
-"""A clock for each rank and channel: when each step of an order begins and ends."""
+"""A clock for each rank and channel: what each step waits for, when it begins and ends, and the memory it takes.
+
+Note [What a step needs]
+    A forward needs the forwards of the stages before it, or the receives of what they pass on where they are on other
+    ranks, and the forward of the slice before it. A backward needs its forward, the backwards of the stages after it
+    (or the receives), and the backward of the slice after it. A backward for the weights needs the one for the inputs.
+    A send needs what it sends; a receive needs the sends to it. All but the last are steps of the same rank.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hp_pipeline.orders.needs import needs_of, peak_bytes
-from hp_pipeline.orders.pipeline import Pipeline
-from hp_pipeline.orders.steps import BACKWARDS, MetaStep, MetaStepType, Order, compute_parts, computing
+from hp_pipeline.orders.pipeline import BACKWARDS, MetaStep, MetaStepType, Order, Pipeline, compute_parts, computing
 
+# ---- memory, step by step ----
 _T = MetaStepType
+
+
+@functools.lru_cache(maxsize=64)
+def changes(pipeline: Pipeline) -> tuple[dict[MetaStepType, float], ...]:
+    """Return, by stage, the bytes by which a step of a type changes what its rank holds; other types change nothing."""
+    stages = len(pipeline.placement)
+    return tuple(
+        {
+            _T.FORWARD: saved if pipeline.has_backward else 0.0,
+            _T.LOAD: saved,
+            _T.BACKWARD: -saved,
+            _T.WAIT_OFFLOAD: -saved,
+            _T.BACKWARD_INPUT: held - saved,
+            _T.BACKWARD_WEIGHT: -held,
+        }
+        for saved, held in zip(pipeline.cost.of("saved", stages), pipeline.cost.of("held", stages), strict=True)
+    )
+
+
+def held_bytes(steps: tuple[MetaStep, ...], rank: int, pipeline: Pipeline) -> list[float]:
+    """List the bytes that a rank holds while each step runs; a step that frees some still holds them.
+
+    Two steps that run together hold what both need.
+    """
+    static = pipeline.cost.of("static", len(pipeline.placement))
+    now = sum(static[stage] for stage in pipeline.stages[rank])
+    by_stage, result = changes(pipeline), []
+    for each in steps:
+        amounts = [by_stage[part.stage_index].get(part.step_type, 0.0) for part in compute_parts(each)]  # type: ignore[index]
+        result.append(now + sum(amount for amount in amounts if amount > 0))
+        now += sum(amounts)
+    return result
+
+
+def peak_bytes(order: Order, pipeline: Pipeline) -> tuple[float, ...]:
+    """Return the most bytes that each rank holds at once."""
+    return tuple(max(held_bytes(order[rank], rank, pipeline), default=0.0) for rank in range(pipeline.ranks))
+
+
+def open_forwards(order: Order) -> dict[int, int]:
+    """Count, for each rank, the most forwards of a stage and micro-batch that are open: their backward is not done."""
+    result = {}
+    for rank, steps in order.items():
+        now = most = 0
+        for each in steps:
+            for part in compute_parts(each):
+                now += (part.step_type is _T.FORWARD) - (part.step_type in (_T.BACKWARD, _T.BACKWARD_WEIGHT))
+                most = max(most, now)
+        result[rank] = most
+    return result
+
+
+_F, _B, _I, _W = _T.FORWARD, _T.BACKWARD, _T.BACKWARD_INPUT, _T.BACKWARD_WEIGHT
+_FS, _FR, _BS, _BR = _T.FWD_SEND, _T.FWD_RECV, _T.BWD_SEND, _T.BWD_RECV
+
+
+class Needs:
+    """The needs of steps in a pipeline.
+
+    Args:
+        pipeline: what the steps are for.
+        split: the stages and micro-batches whose backward is in two halves: (stage, micro-batch, slice).
+        lowered: sends and receives are steps; else a compute step needs those of other ranks themselves.
+    """
+
+    def __init__(self, pipeline: Pipeline, split: Collection[tuple[int, int, int]], lowered: bool) -> None:
+        self._split, self._slices = frozenset(split), pipeline.seq_slices
+        self._listed: dict[MetaStep, tuple[MetaStep, ...]] = {}
+        placement = pipeline.placement
+        self._before, self._after, self._far_before, self._far_after = [], [], [], []
+        for stage in range(len(placement)):
+            before, after = pipeline.predecessors[stage], pipeline.successors[stage]
+            far_before, far_after = pipeline.remote(stage, before), pipeline.remote(stage, after)
+            self._before.append([each for each in before if not lowered or each not in far_before])
+            self._after.append([each for each in after if not lowered or each not in far_after])
+            self._far_before.append(far_before)
+            self._far_after.append(far_after)
+        self._lowered = lowered
+
+    def backward(self, stage: int, micro: int, part: int) -> MetaStep:
+        """Return the step after which the gradients of a stage's inputs are there."""
+        return MetaStep(micro, _I if (stage, micro, part) in self._split else _B, stage, None, part)
+
+    def __call__(self, each: MetaStep) -> tuple[MetaStep, ...]:
+        """List the steps that must be done before this one begins; for a composite, those of both its parts."""
+        listed = self._listed.get(each)
+        if listed is None:
+            listed = self._listed[each] = tuple(self._list(each))
+        return listed
+
+    def _list(self, each: MetaStep) -> list[MetaStep]:
+        micro, kind, stage, parts, part = each
+        if parts:
+            return [need for sub in parts for need in self(sub)]
+        if micro is None or stage is None:
+            return []
+        if kind is _F:
+            needs = [MetaStep(micro, _F, other, None, part) for other in self._before[stage]]
+            if self._lowered and self._far_before[stage]:
+                needs.append(MetaStep(micro, _FR, stage, None, part))
+            if part:
+                needs.append(MetaStep(micro, _F, stage, None, part - 1))
+            return needs
+        if kind is _B or kind is _I:
+            needs = [MetaStep(micro, _F, stage, None, part)]
+            needs += [self.backward(other, micro, part) for other in self._after[stage]]
+            if self._lowered and self._far_after[stage]:
+                needs.append(MetaStep(micro, _BR, stage, None, part))
+            if part + 1 < self._slices:
+                needs.append(self.backward(stage, micro, part + 1))
+            return needs
+        if kind is _W:
+            return [MetaStep(micro, _I, stage, None, part)]
+        if kind is _FS:
+            return [MetaStep(micro, _F, stage, None, part)]
+        if kind is _BS:
+            return [self.backward(stage, micro, part)]
+        if kind is _FR:
+            return [MetaStep(micro, _FS, other, None, part) for other in self._far_before[stage]]
+        if kind is _BR:
+            return [MetaStep(micro, _BS, other, None, part) for other in self._far_after[stage]]
+        earlier = {_T.OFFLOAD: _F, _T.WAIT_OFFLOAD: _T.OFFLOAD, _T.LOAD: _T.WAIT_OFFLOAD, _T.WAIT_LOAD: _T.LOAD}
+        return [MetaStep(micro, earlier[kind], stage, None, part)] if kind in earlier else []
+
+
+@functools.lru_cache(maxsize=8)
+def needs_of(pipeline: Pipeline, split: frozenset[tuple[int, int, int]]) -> Needs:
+    """Get the needs of computing steps, those of one pipeline listed once for all orders that are compared."""
+    return Needs(pipeline, split, lowered=False)
 
 
 class Span(NamedTuple):

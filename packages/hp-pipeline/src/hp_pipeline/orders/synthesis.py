@@ -6,13 +6,10 @@ import random
 from collections.abc import Callable, Iterator
 
 from hp_pipeline import schedules
-from hp_pipeline.orders.blocks import block_order, turns
 from hp_pipeline.orders.checking import check
-from hp_pipeline.orders.greedy import fill, greedy
-from hp_pipeline.orders.needs import open_forwards
-from hp_pipeline.orders.pipeline import Pipeline
-from hp_pipeline.orders.simulation import Trace, halves, simulate
-from hp_pipeline.orders.steps import Order
+from hp_pipeline.orders.greedy import block_order, fill, greedy, turns
+from hp_pipeline.orders.pipeline import Order, Pipeline
+from hp_pipeline.orders.simulation import Trace, halves, open_forwards, simulate
 
 _FORMULAS: tuple[Callable[[Pipeline], Order], ...] = (
     schedules.gpipe,

@@ -26,15 +26,13 @@ from hp_pipeline.messages.wiring import (
     stage_facts,
 )
 from hp_pipeline.orders.checking import parts_of
+from hp_pipeline.orders.pipeline import SHARDING, SWAPPING, MetaStep, MetaStepType, Order
 from hp_pipeline.orders.simulation import halves
-from hp_pipeline.orders.steps import SHARDING, SWAPPING, MetaStep, MetaStepType, Order
 from hp_pipeline.port import port
 from hp_pipeline.running.agreement import Agreement, GivingUp, PipelineError, gave_up
-from hp_pipeline.running.sharded import ShardedStage
 from hp_pipeline.running.slices import KEYWORD, Arrived, Flow, SequenceState, whole_losses
-from hp_pipeline.running.swapping import MOVES
-from hp_pipeline.stages.shared import SharedParameters
-from hp_pipeline.stages.stage import PipelineStage
+from hp_pipeline.running.stage_memory import MOVES, ShardedStage
+from hp_pipeline.stages.stage import PipelineStage, SharedParameters
 from hp_platform import LostRankError
 from hp_platform.extend import FailedRankError
 

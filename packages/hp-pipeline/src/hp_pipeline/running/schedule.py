@@ -1,4 +1,4 @@
-"""Schedules that run: an order, the stages of this rank, and a step of the model.
+"""Schedules that run: an order, the stages of this rank, and a step of the model; each kind is a class.
 
 Note [A run]
     At the first run all ranks compare their orders, so that a rank with another number of micro-batches is named
@@ -14,19 +14,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from hp_pipeline import schedules
 from hp_pipeline.messages.wiring import pipeline_ranks
 from hp_pipeline.orders.checking import check
-from hp_pipeline.orders.pipeline import Pipeline, Shape, placed
-from hp_pipeline.orders.steps import SWAPPING, TRANSFERS, MetaStep, MetaStepType, Order, compute_parts
+from hp_pipeline.orders.pipeline import (
+    SWAPPING,
+    TRANSFERS,
+    MetaStep,
+    MetaStepType,
+    Order,
+    Pipeline,
+    Shape,
+    compute_parts,
+    placed,
+)
 from hp_pipeline.port import port
 from hp_pipeline.running.overlap import CommComputeOverlap
 from hp_pipeline.running.runner import Piece, Runner
-from hp_pipeline.running.sharded import lowered, refuse_order
 from hp_pipeline.running.slices import SEQUENCE, Dim, check_slices, cut
-from hp_pipeline.running.swapping import swapper_of
+from hp_pipeline.running.stage_memory import lowered, refuse_order, swapper_of
 from hp_pipeline.schedules import forwards_of
-from hp_pipeline.stages.shared import copies
-from hp_pipeline.stages.stage import PipelineStage
+from hp_pipeline.stages.stage import PipelineStage, copies
 from hp_platform import get_platform
 
 Custom = Callable[..., Any]
@@ -297,3 +305,109 @@ class PipelineSchedule:
         shape = pipeline.placement, pipeline.predecessors, pipeline.has_backward
         text = repr((sorted(self.exec_order.items()), shape, self.micro_batch_num, self.scale_grads))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+class ScheduleGPipe(PipelineSchedule):
+    """All forwards, then all backwards: see ``schedules.gpipe``."""
+
+    make = staticmethod(schedules.gpipe)
+
+
+class Schedule1F1B(PipelineSchedule):
+    """One forward, one backward: see ``schedules.one_f_one_b``."""
+
+    make = staticmethod(schedules.one_f_one_b)
+
+
+class ScheduleZB1P(PipelineSchedule):
+    """Backwards in two halves at 1F1B's memory: see ``schedules.zb1p``."""
+
+    make = staticmethod(schedules.zb1p)
+
+
+class ScheduleSeqPP(Schedule1F1B):
+    """1F1B over slices of sequences: see ``schedules.seq_pp``.
+
+    ``ScheduleSeqPP(stage, micro_batch_num, seq_slices=4)``; other arguments are those of ``PipelineSchedule``. Losses
+    are those of slices: their mean is that of the whole where each is a mean over as many tokens. Where tokens are left
+    out of a loss (padding), divide sums by the count in the whole batch and pass ``scale_grads=False``.
+    """
+
+    make = staticmethod(schedules.seq_pp)
+
+
+class ScheduleInterleaved1F1B(PipelineSchedule):
+    """1F1B over several stages a rank: see ``schedules.interleaved``.
+
+    Args:
+        stages: the stages of this rank.
+        micro_batch_num: into how many micro-batches a batch is cut.
+        overlap_b_f: a backward and the forward after it run together, ``F, (B F)*, B``: see ``CommComputeOverlap``.
+        enable_dxdw_split: of a backward that runs together with a forward only the half for the inputs does; the half
+            for the weights comes after.
+        **options: those of ``PipelineSchedule``.
+
+    Raises:
+        ValueError: ``enable_dxdw_split`` without ``overlap_b_f``.
+    """
+
+    shape: Shape = "loop"
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        micro_batch_num: int,
+        *,
+        overlap_b_f: bool = False,
+        enable_dxdw_split: bool = False,
+        **options: Any,
+    ) -> None:
+        if enable_dxdw_split and not overlap_b_f:
+            raise ValueError(
+                "ScheduleInterleaved1F1B: enable_dxdw_split=True splits the backwards that run together with a forward;"
+                " it needs overlap_b_f=True. ScheduleZB1P and ScheduleZBV split backwards without."
+            )
+        order = functools.partial(schedules.interleaved, overlap=overlap_b_f, split=enable_dxdw_split)
+        super().__init__(stages, micro_batch_num, **{"order": order, **options})
+
+
+class ScheduleInterleavedZeroBubble(PipelineSchedule):
+    """Interleaved 1F1B in halves, without bubbles: see ``schedules.interleaved_zb``."""
+
+    shape: Shape = "loop"
+    make = staticmethod(schedules.interleaved_zb)
+
+
+class ScheduleLoopedBFS(PipelineSchedule):
+    """All micro-batches through each stage in turn: see ``schedules.looped_bfs``."""
+
+    shape: Shape = "loop"
+    make = staticmethod(schedules.looped_bfs)
+
+
+class ScheduleZBV(PipelineSchedule):
+    """Zero bubble, stages there and back: see ``schedules.zbv``."""
+
+    shape: Shape = "v"
+    make = staticmethod(schedules.zbv)
+
+
+class ScheduleVHalf(PipelineSchedule):
+    """Half of 1F1B's memory: see ``schedules.v_half``."""
+
+    shape: Shape = "v"
+    make = staticmethod(schedules.v_half)
+
+
+class ScheduleVMin(PipelineSchedule):
+    """The least memory: see ``schedules.v_min``."""
+
+    shape: Shape = "v"
+    make = staticmethod(schedules.v_min)
+
+
+class ScheduleDualPipeV(PipelineSchedule):
+    """Forwards and backwards in pairs, stages there and back: see ``schedules.dual_pipe_v``."""
+
+    shape: Shape = "v"
+    make = staticmethod(schedules.dual_pipe_v)

@@ -1,4 +1,4 @@
-"""A model, split into stages.
+"""A model, split into stages: a line of units with their operations, and where it is cut.
 
 Note [How a model is split]
     The model is a line: what runs before its blocks, the blocks, what runs after them. It is cut between blocks. A
@@ -12,16 +12,102 @@ Note [How a model is split]
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hp_pipeline.orders.pipeline import Costs
-from hp_pipeline.stages.partition import Unit, partition
-from hp_pipeline.stages.shared import SharedParameterInfo
-from hp_pipeline.stages.stage import PipelineStage
+from hp_pipeline.stages.stage import PipelineStage, SharedParameterInfo
 from hp_platform import get_platform
 from hp_platform.extend import load_port
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a model that is not cut: a block, or all that runs before or after the blocks.
+
+    Attributes:
+        names: the modules in it, by their names in the model.
+        forward: its cost in a forward of one micro-batch: seconds, or operations where they are counted.
+        input: in the backward for its inputs.
+        weight: in the backward for its weights.
+        saved: bytes that its forward saves for its backward.
+        parameters: bytes of its parameters.
+    """
+
+    names: tuple[str, ...]
+    forward: float
+    input: float
+    weight: float
+    saved: float = 0.0
+    parameters: int = 0
+
+    @property
+    def total(self) -> float:
+        """The cost of a forward and a backward."""
+        return self.forward + self.input + self.weight
+
+
+def partition(
+    costs: Sequence[float], stages: int, sizes: Sequence[float] | None = None, limit: float | None = None
+) -> tuple[int, ...]:
+    """Cut a line of blocks into stages so that the slowest stage takes the least time; exact.
+
+    The least time of the slowest of `k` stages that end before block `n` is the least, over the last cut, of the
+    greater of the two sides. Where several are equal, the one whose stages have the lesser sum of squares is preferred.
+
+        partition([1, 1, 1, 3], 2)  # (3, 1)
+
+    Args:
+        costs: of each block; what runs before the first and after the last is added to those.
+        stages: how many, at least 1; each gets at least one block.
+        sizes: bytes of each block.
+        limit: bytes that no stage may pass.
+
+    Returns:
+        The number of blocks of each stage.
+
+    Raises:
+        ValueError: more stages than blocks, or no cut within the limit.
+    """
+    count = len(costs)
+    if not 1 <= stages <= count:
+        raise ValueError(f"{stages} stages cannot be cut out of {count} blocks: a stage takes at least one.")
+    time = [0.0, *accumulate(costs)]
+    size = [0.0, *accumulate(sizes or [0.0] * count)]
+    bound = math.inf if limit is None else limit
+    # rows[k][n]: slowest stage, sum of squares and last cut of the best k stages of the first n blocks.
+    rows: list[list[tuple[float, float, int]]] = [[(0.0, 0.0, 0), *[(math.inf, math.inf, 0)] * count]]
+    for _ in range(stages):
+        row = [(math.inf, math.inf, 0)]
+        for end in range(1, count + 1):
+            best = (math.inf, math.inf, 0)
+            for cut in range(end - 1, -1, -1):
+                own = time[end] - time[cut]
+                if own > best[0] or size[end] - size[cut] > bound:
+                    break  # longer stages only take more
+                slowest, squares, _ = rows[-1][cut]
+                best = min(best, (max(slowest, own), squares + own * own, cut))
+            row.append(best)
+        rows.append(row)
+    if rows[-1][count][0] == math.inf:
+        largest = max(sizes or [0.0])
+        raise ValueError(
+            f"no cut of {count} blocks into {stages} stages keeps each stage within {limit} bytes: the blocks take"
+            f" {size[-1]:.0f} bytes in all, the largest {largest:.0f}; raise the limit or the number of stages."
+        )
+    counts, end = [], count
+    for row in reversed(rows[1:]):
+        cut = row[end][2]
+        counts.append(end - cut)
+        end = cut
+    return tuple(reversed(counts))
+
 
 # ---- names of a part of a model ----
 
@@ -293,3 +379,32 @@ def _between(split: Sequence[str], stages: int, names: list[str]) -> tuple[int, 
         )
     ends = [*starts[1:], len(names)]
     return tuple(end - start for start, end in zip(starts, ends, strict=True))
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Multiplications and additions of a model's matrices and of its attention.
+
+    Norms, activations, softmax, and what linear attention and state spaces do beside their matrices are left out.
+
+    Attributes:
+        matrices: in the forward of a token: two for each weight that it meets; of experts, those of the chosen ones.
+        attention: in the forward of a token, for each token that it sees, by how many it sees at most (the size of a
+            sliding window; None: all before it).
+    """
+
+    matrices: float
+    attention: Mapping[int | None, float]
+
+    def training(self, positions: NDArray[np.int64]) -> float:
+        """Return the operations of a forward and a backward, which takes twice those of the forward.
+
+        Args:
+            positions: of each token in its document: the tokens before it are those that it sees. A token counts
+                itself by half, so that a document of `n` tokens has `n * n / 2` pairs.
+        """
+        forward = self.matrices * positions.size
+        for window, each in self.attention.items():
+            seen = positions + 0.5
+            forward += each * float((seen if window is None else np.minimum(seen, window)).sum())
+        return 3 * forward

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hp_pipeline.torch.counting import count_operations
+from hp_pipeline.torch.outline import count_operations
 
 __all__ = ["count_operations"]

@@ -24,8 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_pipeline.torch.stages import Cut, cut_stage, shared_names
-from hp_pipeline.torch.stand_ins import FORMS, Form, PassThrough, Relay, copied
+from hp_pipeline.torch.stages import FORMS, Cut, Form, PassThrough, Relay, copied, cut_stage, shared_names
 
 T = torch.Tensor
 _PLAIN = ("ForMaskedLMLoss", "ForTokenClassification")

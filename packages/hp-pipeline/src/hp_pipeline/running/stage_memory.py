@@ -1,4 +1,4 @@
-"""Stages whose parameters are sharded over further ranks: by hp-fsdp's ``fully_shard`` or torch's.
+"""Memory of stages that steps move: parameters sharded over further ranks, saved tensors on the host.
 
 Note [Who gathers and reduces]
     A sharded module gathers its parameters around each forward and backward, and reduces gradients after each. In a
@@ -10,13 +10,14 @@ Note [Who gathers and reduces]
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import importlib
+from collections.abc import Callable, Collection
 from typing import Any
 
 from hp_pipeline.orders.lowering import lower
-from hp_pipeline.orders.pipeline import Pipeline
-from hp_pipeline.orders.steps import COMPUTE, SHARDING, SWAPPING, MetaStepType, Order, compute_parts
-from hp_pipeline.port import ShardedModule, port
+from hp_pipeline.orders.pipeline import COMPUTE, SHARDING, SWAPPING, MetaStepType, Order, Pipeline, compute_parts
+from hp_pipeline.port import ShardedModule, Swapper, port
+from hp_pipeline.running.slices import Flow
 
 _T = MetaStepType
 
@@ -129,3 +130,40 @@ def refuse_order(order: Order, rank: int, stages: Collection[tuple[int, Any]], o
         f"The parameters of the stages {missing} are sharded, but exec_order has no REDUCE_GRAD for them; assign"
         " lower(order, pipeline, sharded=stages), or computing steps alone"
     )
+
+
+MOVES: dict[_T, Callable[[Flow], None]] = {
+    _T.OFFLOAD: lambda flow: flow.swap.launch_offload(),
+    _T.WAIT_OFFLOAD: lambda flow: flow.swap.wait_offload(),
+    _T.LOAD: lambda flow: flow.swap.launch_load(),
+    _T.WAIT_LOAD: lambda flow: flow.swap.wait_load(),
+}
+"""What each type of step does with what a forward has saved."""
+
+
+def swapper_of(swap: Any) -> Swapper | None:
+    """Return what moves saved tensors.
+
+    Args:
+        swap: True for hp-offload's, False for none, or an object with its method ``saving``.
+
+    Raises:
+        ModuleNotFoundError: hp-offload is not installed.
+        TypeError: another object.
+    """
+    if swap is True:
+        try:
+            return importlib.import_module("hp_offload").SwapManager()
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "swap=True moves saved tensors by hp-offload, which is not installed: pip install hp-offload, or pass"
+                " an object with a method saving(name, module)."
+            ) from error
+    if swap is False or swap is None:
+        return None
+    if not callable(getattr(swap, "saving", None)):
+        raise TypeError(
+            f"swap is True, False, or an object with a method saving(name, module), as hp_offload.SwapManager() is; got"
+            f" {type(swap).__name__}."
+        )
+    return swap
