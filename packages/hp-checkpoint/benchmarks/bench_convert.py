@@ -22,7 +22,7 @@ import numpy as np
 from hp_checkpoint.disk.files import Kind, index_of, lay_out
 from hp_checkpoint.disk.storage import write_at, write_small
 from hp_checkpoint.extend import to_dcp, to_hugging_face
-from hp_checkpoint.formats import export
+from hp_checkpoint.formats import hugging_face
 
 SHAPE = (4096, 14336)
 
@@ -73,7 +73,7 @@ def main() -> None:
         parser.error("--to dcp writes archives, which are not sparse")
     tensors = of_thirty_billion()
     if options.sparse:
-        export.write_at = write_unless_zeros
+        hugging_face.write_at = write_unless_zeros
     else:
         kind = Kind("BF16", SHAPE)
         count = max(1, round(options.gb * 1e9 / kind.nbytes))

@@ -36,8 +36,8 @@ import torch
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, load_checkpoint, load_model
 from hp_checkpoint.disk.tools import diff, faults, summary
 from hp_checkpoint.formats.dcp_export import to_dcp
-from hp_checkpoint.formats.export import to_hugging_face
-from hp_checkpoint.loading.sources import open_source
+from hp_checkpoint.formats.hugging_face import to_hugging_face
+from hp_checkpoint.loading.loading import open_source
 from hp_checkpoint.port import port
 
 CPU, MEMORY = 10.0, 1 << 30

@@ -22,7 +22,7 @@ import xxhash
 from hp_checkpoint import save
 from hp_checkpoint.disk.files import Kind, lay_out
 from hp_checkpoint.disk.manifest import sealed
-from hp_checkpoint.formats.export import write_files
+from hp_checkpoint.formats.hugging_face import write_files
 
 FORMATS = ("files", "shards", "dcp", "pt", "safetensors", "hub", "ckpt")
 SEALED = ("files", "shards")

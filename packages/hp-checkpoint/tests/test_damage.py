@@ -21,11 +21,11 @@ import pytest
 from crash_program import empty, loads, state
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, load_checkpoint, save
-from hp_checkpoint.disk import json_texts, retention, storage
+from hp_checkpoint.disk import retention, storage
 from hp_checkpoint.disk.files import Kind, lay_out
 from hp_checkpoint.disk.manifest import Manifest, sealed
 from hp_checkpoint.disk.storage import check_space
-from hp_checkpoint.formats.export import to_hugging_face
+from hp_checkpoint.formats.hugging_face import to_hugging_face
 from hp_checkpoint.layout import tensors
 from hp_checkpoint.layout.state import flatten
 from hp_checkpoint.loading import loading
@@ -388,7 +388,7 @@ def test_near_misses_are_of_what_an_error_shows(checkpoint, monkeypatch):
 )
 def test_states_that_are_refused(tmp_path, monkeypatch, bad, error, mended):
     """And saved as the error says, loaded as they were saved."""
-    monkeypatch.setattr(json_texts, "_VALUES", 1000)
+    monkeypatch.setattr(storage, "_VALUES", 1000)
     with pytest.raises((TypeError, ValueError, InvalidCheckpointError), match=error):
         save(bad, checkpoint_id=tmp_path / "c", no_dist=True)
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hp_checkpoint.formats.conversions import converted
+from hp_checkpoint.disk.files import converted
 from hp_checkpoint.layout.tensors import read_bytes
 from hp_platform import get_platform
 from hp_testing import as_tensor, on_ranks

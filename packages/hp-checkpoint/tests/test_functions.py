@@ -31,7 +31,7 @@ from hp_checkpoint import (
     save_checkpoint,
     save_state_dict_as_huggingface_format,
 )
-from hp_checkpoint.disk.file_systems import bytes_of
+from hp_checkpoint.api import bytes_of
 from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks

@@ -15,8 +15,9 @@ from hp_checkpoint.disk.files import Kind, index_of, lay_out, read_header
 from hp_checkpoint.disk.manifest import FileSums
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.layout.pieces import Piece, clip, gather, move, pieces, runs, scale
+from hp_checkpoint.layout.tensors import Holding
 from hp_checkpoint.loading.reads import Units, exchange, reads, request_rows
-from hp_checkpoint.saving.shard_assignment import Holding, Tensor, shard_sizes, writers
+from hp_checkpoint.saving.save_plan import Tensor, shard_sizes, writers
 from hp_dtensor import Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.sharding import take
 

@@ -12,8 +12,8 @@ import pytest
 
 from hp_checkpoint import load, save
 from hp_checkpoint.disk.tools import faults, summary
-from hp_checkpoint.formats.export import to_hugging_face
-from hp_checkpoint.saving import probe
+from hp_checkpoint.formats.hugging_face import to_hugging_face
+from hp_checkpoint.saving import arrangements
 from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import as_array, as_tensor, device_type, on_ranks
@@ -55,9 +55,9 @@ def state_of(rows=6):
 )
 def test_ranks_that_cannot_write_one_file_write_their_own(tmp_path, monkeypatch, storage, on, reason):
     rank = get_platform().groups.rank()
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(arrangements, "_known", {})
     if rank in on:
-        monkeypatch.setattr(probe, "write_at", storage)
+        monkeypatch.setattr(arrangements, "write_at", storage)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name in ("one", "two"):
@@ -81,10 +81,10 @@ def test_ranks_that_cannot_write_one_file_write_their_own(tmp_path, monkeypatch,
 
 @on_ranks(2)
 def test_it_is_tried_once_where_shared_files_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(arrangements, "_known", {})
     tried = []
-    own = probe._write
-    monkeypatch.setattr(probe, "_write", lambda *arguments: (tried.append(1), own(*arguments)))
+    own = arrangements._write
+    monkeypatch.setattr(arrangements, "_write", lambda *arguments: (tried.append(1), own(*arguments)))
     for name in ("one", "two"):
         save(state_of(), checkpoint_id=tmp_path / name)
         assert summary(tmp_path / name)["layout"] == "files"

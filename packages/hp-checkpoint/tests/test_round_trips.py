@@ -15,7 +15,7 @@ import pytest
 from hp_checkpoint import CheckpointError, load, save
 from hp_checkpoint.disk.manifest import Manifest
 from hp_checkpoint.layout.state import flatten
-from hp_checkpoint.loading import host_memory, loading, transfers
+from hp_checkpoint.loading import loading, transfers
 from hp_checkpoint.loading.reads import exchange
 from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.saving import save_state
@@ -62,7 +62,7 @@ def test_ranks_of_several_hosts(tmp_path, monkeypatch, hosts):
     rank = get_platform().groups.rank()
     host = tmp_path / f"host{rank}"
     host.write_text(hosts[rank] * 32)
-    monkeypatch.setattr(host_memory, "_BOOT", host if hosts[rank] != "x" else tmp_path / "absent")
+    monkeypatch.setattr(transfers, "_BOOT", host if hosts[rank] != "x" else tmp_path / "absent")
     mesh = init_device_mesh(device_type(), (4,))
     array = np.random.default_rng(0).standard_normal((130, 1000)).astype("f4")
     state = flatten({"model": {"w": laid_out(array, mesh, [Shard(0)])}})

@@ -17,7 +17,7 @@ from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, load_ch
 from hp_checkpoint.disk.files import header_length, read_header
 from hp_checkpoint.disk.manifest import sealed
 from hp_checkpoint.disk.tools import diff, faults, summary
-from hp_checkpoint.formats.export import to_hugging_face
+from hp_checkpoint.formats.hugging_face import to_hugging_face
 from hp_checkpoint.saving.arrangements import box_name
 from hp_dtensor import RaggedShard, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform

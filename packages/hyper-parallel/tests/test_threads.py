@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import re
 import sys
 import threading
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hp_checkpoint.saving import background as saves
 from hp_pipeline import CommComputeOverlap
 from hp_platform import get_platform, watch_hangs
 from hp_platform.extend import beating
@@ -29,7 +29,6 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[3]
 STARTS = re.compile(r"\b(?:Thread|ThreadPoolExecutor)\(")
-saves: Any = importlib.import_module("hp_checkpoint.saving.async_save")  # whose name in the package is the function's
 HEAVY = (torch.Tensor, torch.nn.Module, dist.ProcessGroup)
 
 

@@ -4,9 +4,16 @@ Planning, files and checksums are framework-neutral; tensors are touched in the 
 pickled.
 """
 
-from hp_checkpoint.api import load, save
+from hp_checkpoint.api import (
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageReader,
+    StandardLoadPlanner,
+    StandardSavePlanner,
+    load,
+    save,
+)
 from hp_checkpoint.checkpointer import Checkpointer, Loaded
-from hp_checkpoint.disk.file_systems import FileSystemReader, FileSystemWriter, HuggingFaceStorageReader
 from hp_checkpoint.disk.manifest import Manifest
 from hp_checkpoint.disk.retention import Keep
 from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
@@ -18,10 +25,8 @@ from hp_checkpoint.formats.full_states import (
     save_checkpoint,
     save_state_dict_as_huggingface_format,
 )
-from hp_checkpoint.formats.models import load_model, save_model
-from hp_checkpoint.saving.async_save import AsyncSaveResponse, async_save
-from hp_checkpoint.saving.background import Committed, Pending
-from hp_checkpoint.saving.planners import StandardLoadPlanner, StandardSavePlanner
+from hp_checkpoint.formats.hugging_face import load_model, save_model
+from hp_checkpoint.saving.background import AsyncSaveResponse, Committed, Pending, async_save
 
 __all__ = [
     "AsyncSaveResponse",

@@ -1,22 +1,19 @@
-"""The functions of a program: save a state, load into a state."""
+"""The functions of a program, which save a state and load into a state, with their readers, writers and planners."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hp_checkpoint.disk.file_systems import (
-    FileSystemReader,
-    FileSystemWriter,
-    HuggingFaceStorageReader,
-    bytes_of,
-    place_of,
-)
 from hp_checkpoint.disk.manifest import Manifest, entry_of
+from hp_checkpoint.disk.storage import local_folder
+from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.formats.dcp import dcp_values, is_dcp
 from hp_checkpoint.layout.state import (
     Address,
@@ -30,13 +27,23 @@ from hp_checkpoint.layout.state import (
     values_of,
     without_tensors,
 )
-from hp_checkpoint.layout.tied import checked_tensors
-from hp_checkpoint.loading.loading import Verify, load_tensors, read_tree
-from hp_checkpoint.loading.sources import has_safetensors
+from hp_checkpoint.loading.loading import (
+    Verify,
+    checked_tensors,
+    has_safetensors,
+    load_tensors,
+    open_checkpoint,
+    read_tree,
+)
 from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.arrangements import Layout, check_layout
-from hp_checkpoint.saving.planners import StandardLoadPlanner, StandardSavePlanner, planner_or
 from hp_checkpoint.saving.saving import STATE, save_state
+
+T = TypeVar("T")
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]i?|)B?")
 
 
 def save(
@@ -220,3 +227,149 @@ def versions() -> dict[str, str]:
         return {"hp-checkpoint": version("hp-checkpoint")}
     except PackageNotFoundError:  # a checkout
         return {}
+
+
+@dataclass(frozen=True, slots=True)
+class StandardSavePlanner:
+    """What each rank writes: of what several ranks have, one rank writes a part.
+
+    Attributes:
+        remove_redundancy: write what several ranks have once. Always True: in a checkpoint each element has one place.
+
+    Raises:
+        ValueError: it is False.
+    """
+
+    remove_redundancy: bool = True
+
+    def __post_init__(self) -> None:
+        if self.remove_redundancy is not True:
+            raise ValueError(
+                f"StandardSavePlanner: remove_redundancy={self.remove_redundancy!r}, but in the files each element has"
+                " one place. For a copy of each rank's own, save with no_dist=True into a folder for each rank"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StandardLoadPlanner:
+    """What a load has to find.
+
+    Attributes:
+        allow_partial_load: leave tensors and values as they are that the checkpoint lacks. Default False: an error.
+    """
+
+    allow_partial_load: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.allow_partial_load, bool):
+            raise ValueError(f"StandardLoadPlanner: allow_partial_load={self.allow_partial_load!r}; expected a bool")
+
+
+def planner_or(planner: object, kind: type[T]) -> T:
+    """Return a planner, or the default one of its class for None.
+
+    Raises:
+        TypeError: it is of another class.
+    """
+    if planner is None:
+        return kind()
+    if not isinstance(planner, kind):
+        own = type(planner)
+        raise TypeError(f"planner is a {own.__module__}.{own.__qualname__}, expected hp_checkpoint.{kind.__name__}")
+    return planner
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystemWriter:
+    """A folder that `save` writes.
+
+    Attributes:
+        path: the folder.
+        overwrite: replace a checkpoint there once the new one is complete. Default True; with False it is refused.
+        max_shard_size: of a file that ranks share, as "5GB", unless one tensor has more.
+    """
+
+    path: str | os.PathLike[str]
+    overwrite: bool = True
+    max_shard_size: int | str = "5GB"
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystemReader:
+    """A folder that `load` reads: a checkpoint, one of torch.distributed.checkpoint, or a Hugging Face model's.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: str | os.PathLike[str]
+
+    def open(self) -> Manifest:
+        """Read the manifest."""
+        return open_checkpoint(local_folder(self.path))
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceStorageReader:
+    """A folder whose safetensors of a Hugging Face model `load` reads: tensors alone, at the top of the state.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: str | os.PathLike[str]
+
+    def open(self) -> Manifest:
+        """Read the manifest, of the model alone.
+
+        Raises:
+            InvalidCheckpointError: the folder has no model in safetensors.
+        """
+        folder = local_folder(self.path)
+        manifest = open_checkpoint(folder)
+        if not has_safetensors(folder) or "model" not in manifest.parts:
+            raise InvalidCheckpointError(f"{folder} has no model in safetensors; read it by FileSystemReader")
+        parts = {"model": manifest.parts["model"]}
+        used = {file for entry in parts["model"].values() for file in entry.files}
+        files = {name: file for name, file in manifest.files.items() if name in used}
+        return Manifest(None, parts, files, {"model": manifest.aliases.get("model", {})}, manifest.block_bytes)
+
+
+def place_of(
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage: FileSystemWriter | FileSystemReader | HuggingFaceStorageReader | None,
+    kinds: tuple[type, ...],
+) -> Path:
+    """Return the folder that a call names.
+
+    Args:
+        checkpoint_id: the folder, or None.
+        storage: what has the folder, or None.
+        kinds: the classes that storage may be of.
+
+    Raises:
+        TypeError: storage is of another class.
+        ValueError: none of both is given, two different folders, or a URL.
+    """
+    if storage is not None and not isinstance(storage, kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"storage is a {type(storage).__module__}.{type(storage).__qualname__}, expected {expected}")
+    given = [local_folder(each) for each in (checkpoint_id, getattr(storage, "path", None)) if each is not None]
+    if not given:
+        raise ValueError("no folder is given; pass checkpoint_id")
+    if given[0] != given[-1]:
+        raise ValueError(f"checkpoint_id is {given[0]}, and {type(storage).__name__} has {given[1]}; give one")
+    return given[0]
+
+
+def bytes_of(size: int | str) -> int:
+    """Return a number of bytes, of 5_000_000_000 or "5GB" or "4.5GiB".
+
+    Raises:
+        ValueError: it is none, or below 1.
+    """
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    count = int(float(match[1]) * _UNITS[match[2]]) if match else size
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"max_shard_size={size!r}: expected bytes, as 5_000_000_000 or '5GB'")
+    return count

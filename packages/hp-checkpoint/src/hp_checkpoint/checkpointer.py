@@ -17,12 +17,18 @@ from hp_checkpoint.disk.files import Entry
 from hp_checkpoint.disk.manifest import Manifest
 from hp_checkpoint.disk.retention import Keep, prune, step_folder, steps_in
 from hp_checkpoint.disk.storage import local_folder
-from hp_checkpoint.formats.models import ADAPTER, MODEL, Adapter, check_unexpected, config_texts, of_model, saved_part
+from hp_checkpoint.formats.hugging_face import (
+    ADAPTER,
+    MODEL,
+    Adapter,
+    check_unexpected,
+    config_texts,
+    of_model,
+    saved_part,
+)
 from hp_checkpoint.layout.state import Address, State, decode, flatten
 from hp_checkpoint.layout.tensors import array_of, kind_of
-from hp_checkpoint.layout.tied import checked_tensors
-from hp_checkpoint.loading.loading import Verify, load_tensors, read_tree
-from hp_checkpoint.loading.sources import open_checkpoint
+from hp_checkpoint.loading.loading import Verify, checked_tensors, load_tensors, open_checkpoint, read_tree
 from hp_checkpoint.port import OptimizerState, port
 from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.arrangements import Layout, check_layout

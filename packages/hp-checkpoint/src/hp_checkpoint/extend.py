@@ -8,10 +8,8 @@ from hp_checkpoint.disk.retention import metrics_in, prune, steps_in
 from hp_checkpoint.disk.storage import local_folder
 from hp_checkpoint.disk.tools import Difference, diff, faults, summary
 from hp_checkpoint.formats.dcp_export import to_dcp
-from hp_checkpoint.formats.export import TOKENIZER_FILES, to_hugging_face
-from hp_checkpoint.formats.models import Adapter
-from hp_checkpoint.loading.loading import load_tensors
-from hp_checkpoint.loading.sources import has_safetensors, open_checkpoint
+from hp_checkpoint.formats.hugging_face import TOKENIZER_FILES, Adapter, to_hugging_face
+from hp_checkpoint.loading.loading import has_safetensors, load_tensors, open_checkpoint
 from hp_checkpoint.recovery.emergency_save import LastWords
 from hp_checkpoint.recovery.ranks import Ranks
 

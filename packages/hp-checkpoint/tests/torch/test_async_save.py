@@ -10,7 +10,7 @@ import torch
 
 from hp_checkpoint import Checkpointer, CheckpointError, async_save, load, save
 from hp_checkpoint.disk.storage import Arena
-from hp_checkpoint.saving.async_save import _committed
+from hp_checkpoint.saving.background import _committed
 from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks

@@ -196,7 +196,7 @@ def test_a_manifest_with_other_types_is_named(tmp_path, key, value):
 
 
 def test_values_beside_much_data_may_be_many():
-    from hp_checkpoint.disk.json_texts import check_values
+    from hp_checkpoint.disk.storage import check_values
 
     content = json.dumps([0] * 4_100_000).encode()
     check_values(content, 20_000_000, "here")

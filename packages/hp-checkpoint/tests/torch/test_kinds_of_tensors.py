@@ -8,7 +8,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from hp_checkpoint import load, save
-from hp_checkpoint.torch.dtypes import DTYPES
+from hp_checkpoint.torch.port import DTYPES
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, init_parameters
 from hp_testing import device_type, on_ranks
 

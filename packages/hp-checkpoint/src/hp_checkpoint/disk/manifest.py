@@ -31,8 +31,7 @@ from hp_checkpoint.disk.files import (
     sizes_of,
     whole,
 )
-from hp_checkpoint.disk.json_texts import strict_json
-from hp_checkpoint.disk.storage import MANIFEST
+from hp_checkpoint.disk.storage import MANIFEST, strict_json
 from hp_checkpoint.errors import InvalidCheckpointError, shown
 from hp_checkpoint.layout.pieces import gather
 

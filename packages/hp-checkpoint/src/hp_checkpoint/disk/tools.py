@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 
 from hp_checkpoint.api import read_values
-from hp_checkpoint.disk.files import Entry
+from hp_checkpoint.disk.files import FLOATS, Entry
 from hp_checkpoint.disk.manifest import MANIFEST, Manifest, as_json
 from hp_checkpoint.errors import InvalidCheckpointError
-from hp_checkpoint.formats.conversions import FLOATS
 from hp_checkpoint.layout.state import Unreadable
-from hp_checkpoint.loading.loading import verify_files
+from hp_checkpoint.loading.loading import open_checkpoint, verify_files
 from hp_checkpoint.loading.reads import stream
-from hp_checkpoint.loading.sources import open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)

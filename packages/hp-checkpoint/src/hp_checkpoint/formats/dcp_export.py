@@ -21,18 +21,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from hp_checkpoint.disk.files import Entry, Kind
+from hp_checkpoint.disk.files import Entry, Kind, casts_to, converted, dtype_named
 from hp_checkpoint.disk.manifest import Manifest
 from hp_checkpoint.disk.storage import sync, write_small
 from hp_checkpoint.errors import InvalidCheckpointError, shown
-from hp_checkpoint.formats.conversions import casts_to, converted, dtype_named
 from hp_checkpoint.formats.dcp import CHECKPOINT, METADATA, is_dcp
-from hp_checkpoint.formats.export import MODEL, new_folder
+from hp_checkpoint.formats.hugging_face import MODEL, new_folder
 from hp_checkpoint.formats.torch_files import TORCH_NAMES
 from hp_checkpoint.layout.state import Address, TensorPlace, decode
-from hp_checkpoint.loading.loading import read_tree, verify_files
+from hp_checkpoint.loading.loading import open_source, read_tree, verify_files
 from hp_checkpoint.loading.reads import read_range
-from hp_checkpoint.loading.sources import open_source
 from hp_checkpoint.saving.saving import STATE
 
 # ---- writing pickles ----

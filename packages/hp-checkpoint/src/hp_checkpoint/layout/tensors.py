@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hp_checkpoint.disk.files import Entry, Kind
-from hp_checkpoint.formats.conversions import casts_to, converted
+from hp_checkpoint.disk.files import Entry, Kind, casts_to, converted
 from hp_checkpoint.layout.pieces import Piece, box_pieces, chunk_pieces, pieces, scale
 from hp_checkpoint.port import port
-from hp_checkpoint.saving.shard_assignment import Holding
+from hp_dtensor import Placement
 from hp_dtensor.extend import TensorSpec
 
 _NUMPY = {
@@ -31,6 +31,21 @@ _NUMPY = {
     "complex64": "C64",
 }
 _NAMES = {dtype: name for name, dtype in _NUMPY.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A tensor's layout: its placements over a mesh of global ranks.
+
+    Attributes:
+        ranks: the mesh's ranks, row-major.
+        mesh_shape: ranks on each axis; ``()`` for one rank that has the complete tensor.
+        placements: one for each axis.
+    """
+
+    ranks: tuple[int, ...]
+    mesh_shape: tuple[int, ...] = ()
+    placements: tuple[Placement, ...] = ()
 
 
 class Cast:

@@ -1,9 +1,11 @@
-"""Saving: every rank writes its pieces into the files, then rank 0 commits."""
+"""Saving: every rank writes its pieces into the files, then rank 0 commits; a folder's next save waits."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +15,10 @@ import numpy as np
 import xxhash
 
 from hp_checkpoint.disk.files import LIMIT, index_of
-from hp_checkpoint.disk.json_texts import check_values
 from hp_checkpoint.disk.manifest import BLOCK, MANIFEST, FileSums, Manifest, checksum, sealed
 from hp_checkpoint.disk.storage import (
     check_space,
+    check_values,
     commit,
     followed,
     in_progress,
@@ -32,10 +34,33 @@ from hp_checkpoint.disk.storage import (
 from hp_checkpoint.layout.pieces import Piece, clip, gather
 from hp_checkpoint.layout.state import State
 from hp_checkpoint.recovery.ranks import Ranks
-from hp_checkpoint.saving.arrangements import Files, Layout, Output, in_files, in_shards
-from hp_checkpoint.saving.probe import agreed_layout
+from hp_checkpoint.saving.arrangements import Files, Layout, Output, agreed_layout, in_files, in_shards
 from hp_checkpoint.saving.save_plan import SavePlan, plan_save
-from hp_checkpoint.saving.under_way import wait_for_saves
+
+_POLL = 0.01
+_saves: dict[str, list[Callable[[], bool]]] = {}
+
+
+def begun(target: Path, ended: Callable[[], bool]) -> None:
+    """Take note of a save.
+
+    Args:
+        target: the checkpoint's folder.
+        ended: tells whether the save is complete or has failed.
+    """
+    for place in list(_saves):
+        _saves[place] = [each for each in _saves[place] if not each()]
+        if not _saves[place]:
+            del _saves[place]
+    _saves.setdefault(os.path.realpath(target), []).append(ended)
+
+
+def wait_for_saves(target: Path) -> None:
+    """Wait until this process has no save of a folder under way."""
+    for ended in _saves.pop(os.path.realpath(target), ()):
+        while not ended():
+            time.sleep(_POLL)
+
 
 STATE = "state.json"
 _CHUNK = 1 << 20

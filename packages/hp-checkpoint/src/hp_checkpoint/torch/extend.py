@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hp_checkpoint.torch.dtypes import DTYPES
+from hp_checkpoint.torch.port import DTYPES
 
 __all__ = ["DTYPES"]

@@ -1,18 +1,40 @@
-"""Tensors, models and optimizers of PyTorch."""
+"""Tensors, models and optimizers of PyTorch, with their dtypes by the names in safetensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from hp_checkpoint.torch.dtypes import DTYPES
-from hp_checkpoint.torch.optimizers import model_state as model_state
-from hp_checkpoint.torch.optimizers import optimizer_states as optimizer_states
 from hp_dtensor.torch.extend import local_view
 from hp_platform import get_platform
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+State = dict[str, Any]
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_NOT_OPTIONS = ("params", "param_names")
+
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -100,3 +122,145 @@ def bytes_tensor(array: np.ndarray) -> torch.Tensor:
 def bytes_array(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor of bytes as an array."""
     return tensor.cpu().numpy()
+
+
+def model_state(model: torch.nn.Module | Mapping[str, Any]) -> State:
+    """Return the parameters and persistent buffers by name, without the prefixes of torch's wrappers.
+
+    What this returned before is taken for the model as well, and returned as it is.
+
+    Stages whose ``tied_names`` says that two names are one tensor have it under the first, wherever they have it.
+
+    Raises:
+        TypeError: a value of ``state_dict()`` that is not the model's own tensor.
+    """
+    if isinstance(model, Mapping):
+        return dict(model)
+    tied: Mapping[str, str] = getattr(model, "tied_names", {})
+    state: State = {}
+    tensors = {id(value) for value in (*model.parameters(), *model.buffers())}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in tensors:
+            raise TypeError(
+                f"checkpoint: {name!r} of state_dict() is no parameter or buffer of the {type(model).__name__}:"
+                " get_extra_state() or a hook made it, and loading would not reach the model. Save it as extra, and a"
+                " dictionary of the parameters and buffers as the model"
+            )
+        own = _unwrapped(name)
+        state.setdefault(tied.get(own, own), value)
+    return state
+
+
+def optimizer_states(model: torch.nn.Module | Mapping[str, Any], optimizer: Any) -> list[_States]:
+    """Return the state of an optimizer, or of each optimizer in a chain.
+
+    Raises:
+        ValueError: a parameter that is not the model's.
+        TypeError: a state whose layout is not known.
+    """
+    names: dict[int, str] = {}
+    for name, value in model_state(model).items():
+        names.setdefault(id(value), name)
+    optimizers: Iterable[Any] = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    return [_States(names, each) for each in optimizers]
+
+
+class _States:
+    """An optimizer as an `OptimizerState`."""
+
+    def __init__(self, names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._groups: dict[str, State] = {}
+        self._encodes = False
+        self.states: dict[str, State] = {}
+        self.options: dict[str, State] = {}
+        packed = optimizer.state_dict()["state"]  # what swaps states waits here for its copies
+        number = 0
+        for group in optimizer.param_groups:
+            options = {key: _plain(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is None:
+                    raise ValueError(
+                        f"checkpoint: parameter {number} of {type(optimizer).__name__}, of shape"
+                        f" {tuple(parameter.shape)}, is not the model's. What replaces parameters (to_empty, an"
+                        " adapter) comes before the optimizer"
+                    )
+                self._parameters[name], self._groups[name], self.options[name] = parameter, group, options
+                self.states[name] = dict(packed.get(number, {}))
+                self._encodes |= not self.states[name].keys() <= optimizer.state.get(parameter, {}).keys()
+                _check_states(name, self.states[name], optimizer)
+                _check_layouts(name, parameter, self.states[name], optimizer)
+                number += 1
+
+    def make(self, name: str, key: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        """Make a state that a parameter lacks: in the parameter's layout if it has its shape."""
+        parameter, group = self._parameters[name], self._groups[name]
+        if key != "step" and tuple(shape) == tuple(parameter.shape):  # a scalar's state is shaped as "step"
+            return torch.zeros_like(parameter, dtype=DTYPES[dtype], requires_grad=False)
+        on_device = key != "step" or group.get("capturable") or group.get("fused")
+        return torch.zeros(tuple(shape), dtype=DTYPES[dtype], device=parameter.device if on_device else "cpu")
+
+    def set(self, values: Mapping[str, Mapping[str, Any]], options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the states of the parameters, and the options of their groups."""
+        for name, group in self._groups.items():
+            group.update({key: _taken(group.get(key), value) for key, value in options[name].items()})
+        if self._encodes:  # what it shows are values, and it keeps others
+            packed = self._optimizer.state_dict()
+            loaded = {at: values[name] for at, name in enumerate(self._parameters) if values.get(name)}
+            self._optimizer.load_state_dict({**packed, "state": {**packed["state"], **loaded}})
+            return
+        for name, parameter in self._parameters.items():
+            state = self._optimizer.state[parameter]
+            state.update({key: value for key, value in values.get(name, {}).items() if state.get(key) is not value})
+
+
+def _plain(value: Any) -> Any:
+    """Return an option with numbers in place of tensors of one element."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_plain, value))
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _taken(own: Any, value: Any) -> Any:
+    """Return a saved option as a group has it: in its own tensor, where it has one."""
+    if isinstance(own, torch.Tensor):
+        with torch.no_grad():
+            return own.copy_(torch.as_tensor(value))
+    if isinstance(own, (tuple, list)) and isinstance(value, (tuple, list)) and len(own) == len(value):
+        return type(value)(map(_taken, own, value))
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value) if value.size > 1 else value.item()
+    return value
+
+
+def _check_states(name: str, state: State, optimizer: Any) -> None:
+    """Refuse what is neither a tensor nor a number: an optimizer that keeps lists could not go on from the rest."""
+    for key, value in state.items():
+        if not isinstance(value, (torch.Tensor, int, float, str, type(None))):
+            raise TypeError(
+                f"checkpoint: state {key!r} of {name!r} in {type(optimizer).__name__} is a {type(value).__name__}, and"
+                " only tensors and numbers are saved as states. Save the model without this optimizer, and its"
+                " state_dict() by torch.save"
+            )
+
+
+def _check_layouts(name: str, parameter: torch.Tensor, state: State, optimizer: Any) -> None:
+    """Refuse plain tensors beside a sharded parameter: each rank's are its own, in a layout that only it knows."""
+    spec = getattr(parameter, "_spec", None)
+    if spec is None or spec.replicated:
+        return
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and getattr(value, "_spec", None) is None:
+            raise TypeError(
+                f"checkpoint: state {key!r} of {name!r} in {type(optimizer).__name__} is a plain tensor of shape"
+                f" {tuple(value.shape)}, and the parameter is sharded: how it is divided over the ranks is not known."
+                " Use an optimizer whose states are DTensors (AdamW, Muon, torch.optim.AdamW)"
+            )
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
