@@ -21,7 +21,7 @@ from hp_plan.extend import override
 from hp_testing import on_ranks
 from hyper_parallel.commands import checkpoints
 from hyper_parallel.data import DataError
-from hyper_parallel.training.data_order import check_resume
+from hyper_parallel.training.resuming import check_resume
 from hyper_parallel.worker import train
 
 pytestmark = pytest.mark.framework("torch")  # adapters are peft's

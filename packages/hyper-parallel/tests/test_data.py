@@ -14,7 +14,7 @@ from hyper_parallel.data import (
     read_text,
     write_tokens,
 )
-from hyper_parallel.data.tokenization.preparing import prepare
+from hyper_parallel.data.tokenization.tokenized import prepare
 from hyper_parallel.data.tokenization.tokenizing import Bytes
 from hyper_parallel.data.tokenization.tokens import TokenFile
 

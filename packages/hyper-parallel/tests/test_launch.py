@@ -6,8 +6,8 @@ import time
 from hp_plan import ModelSection, ParallelPlan
 from hp_platform.extend import Place
 from hyper_parallel.launching.launch import Job, RankFailure
-from hyper_parallel.supervision import exit_reports as ends
-from hyper_parallel.supervision.diverging import DivergedError
+from hyper_parallel.supervision import run_end as ends
+from hyper_parallel.supervision.failed_steps import DivergedError
 
 
 def test_a_failure_that_ranks_agree_on_is_that_of_all():

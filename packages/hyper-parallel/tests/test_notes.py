@@ -13,9 +13,9 @@ import pytest
 from hp_plan import ParallelPlan
 from hyper_parallel import worker
 from hyper_parallel.launching.launch import Job
-from hyper_parallel.supervision import failure_notes as notes
 from hyper_parallel.supervision import hanging
-from hyper_parallel.supervision.failure_notes import keeping_warnings, note, show_notes
+from hyper_parallel.supervision import run_end as notes
+from hyper_parallel.supervision.run_end import keeping_warnings, note, show_notes
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.reports.peaks import known_peak
+from hyper_parallel.reports.run_metadata import known_peak
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hyper_parallel.commands import cli
 from hyper_parallel.data import DataError, TokenFile
 from hyper_parallel.data.documents import read_documents
-from hyper_parallel.data.tokenization.preparing import prepare
+from hyper_parallel.data.tokenization.tokenized import prepare
 from hyper_parallel.data.tokenization.tokenizing import Bytes, read_tokenizer
 
 

@@ -18,7 +18,7 @@ from hyper_parallel.commands import cli
 from hyper_parallel.data import DataError, write_tokens
 from hyper_parallel.reports.output import OutputError, Step, as_json
 from hyper_parallel.run import keep_lines
-from hyper_parallel.training.data_order import check_resume, next_sample, order
+from hyper_parallel.training.resuming import check_resume, next_sample, order
 
 CONFIGS = ("config.json", "generation_config.json")
 

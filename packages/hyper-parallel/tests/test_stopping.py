@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import os, signal, threading
-from hyper_parallel.supervision.stopping import Stop
+from hyper_parallel.supervision.run_end import Stop
 
 stop = Stop(within={within})
 stop.listen()

@@ -17,7 +17,7 @@ from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hp_testing import on_ranks, run_ranks
 from hyper_parallel.data import Packed, Rows, TokenFile, write_tokens
-from hyper_parallel.torch import gathering
+from hyper_parallel.torch import trainer
 from hyper_parallel.torch.trainer import Trainer
 from hyper_parallel.training.validation import Validation
 
@@ -218,7 +218,7 @@ def test_numbers_of_a_step_are_read_when_the_next_is_launched(tmp_path):
 
 def launches_before_reads(folder):
     events = []
-    updated, numbers = Trainer.update, gathering.Numbers
+    updated, numbers = Trainer.update, trainer.Numbers
 
     class Watched(numbers):
         def read(self):
@@ -229,11 +229,11 @@ def launches_before_reads(folder):
         events.append("launch")
         updated(self)
 
-    Trainer.update, gathering.Numbers = update, Watched
+    Trainer.update, trainer.Numbers = update, Watched
     try:
         run(folder, {}, 5)  # with a checkpoint and a validation after steps 2 and 4
     finally:
-        Trainer.update, gathering.Numbers = updated, numbers
+        Trainer.update, trainer.Numbers = updated, numbers
     assert events == ["launch", "launch", "read", "read", "launch", "launch", "read", "read", "launch", "read"]
 
 

@@ -16,7 +16,7 @@ from hp_plan import ParallelPlan
 from hp_platform.extend import Place, load_port
 from hyper_parallel.data import Rows
 from hyper_parallel.launching.launch import Job
-from hyper_parallel.supervision.shortage import Spot, Storage
+from hyper_parallel.supervision.failed_steps import Spot, Storage
 
 Result = TypeVar("Result")
 Scalar = Any
@@ -128,7 +128,7 @@ class Numbers(Protocol):
 
 
 class Gathering(Protocol):
-    """Gathering numbers of all ranks; `<framework>/gathering.py`."""
+    """Gathering numbers of all ranks; `<framework>/trainer.py`."""
 
     def Numbers(self, own: Sequence[Scalar]) -> Numbers:
         """Send this rank's numbers, and receive those of all."""
@@ -137,7 +137,7 @@ class Gathering(Protocol):
 
 def gathering() -> Gathering:
     """Get the framework's way to gather numbers."""
-    return load_port(Gathering, "gathering")
+    return load_port(Gathering, "trainer")
 
 
 class Profiler(Protocol):
@@ -153,7 +153,7 @@ class Profiler(Protocol):
 
 
 class Profiling(Protocol):
-    """Profiles; `torch/profiling.py`."""
+    """Profiles; `torch/trainer.py`."""
 
     def Profiler(self, model: Any, path: Path) -> Profiler:
         """Begin a profile whose trace will be at a path."""
@@ -178,7 +178,7 @@ class Shortages(Protocol):
 
 def profiling() -> Profiling:
     """Get the framework's profiles."""
-    return load_port(Profiling, "profiling")
+    return load_port(Profiling, "trainer")
 
 
 def shortages() -> Shortages:

@@ -35,15 +35,20 @@ from hyper_parallel.data.tokenization.tokenized import agreed_files, with_tokens
 from hyper_parallel.launching.launch import Resume
 from hyper_parallel.port import Numbers, Trainer, gathering, shortages, training
 from hyper_parallel.reports.output import CHECKPOINTS, OutputError, Step, attempt, replace_text
-from hyper_parallel.reports.peaks import known_peak
-from hyper_parallel.supervision.diverging import DivergedError, check_finite
-from hyper_parallel.supervision.shortage import MemoryShortage, over_budget, report, write
-from hyper_parallel.supervision.stopping import Stop
+from hyper_parallel.reports.run_metadata import known_peak
+from hyper_parallel.supervision.failed_steps import (
+    DivergedError,
+    MemoryShortage,
+    check_finite,
+    over_budget,
+    report,
+    write,
+)
+from hyper_parallel.supervision.run_end import Stop
 from hyper_parallel.training.batches import Batches
-from hyper_parallel.training.data_order import next_sample, order
-from hyper_parallel.training.hyperparameters import changes, hyperparameters
 from hyper_parallel.training.profiling import Profile
 from hyper_parallel.training.prompts import Prompts
+from hyper_parallel.training.resuming import changes, hyperparameters, next_sample, order
 from hyper_parallel.training.validation import Validation
 
 _GO_ON = "go on with the plan that the run has begun with, or choose another folder with --out"

@@ -32,9 +32,7 @@ from hyper_parallel.reports.run_metadata import begin
 from hyper_parallel.reports.sinks import JsonLines, Sink, open_sinks
 from hyper_parallel.run import Run, keep_lines
 from hyper_parallel.supervision.debugging import debugged
-from hyper_parallel.supervision.exit_reports import leave_together, tell_end
-from hyper_parallel.supervision.failure_notes import keeping_warnings, note
-from hyper_parallel.supervision.stopping import Stop
+from hyper_parallel.supervision.run_end import Stop, keeping_warnings, leave_together, note, tell_end
 from hyper_parallel.training.evaluating import Evaluation, evaluate
 from hyper_parallel.training.prompts import write_texts
 

@@ -193,7 +193,7 @@ def leave(job):
 
 def save_and_leave(job):
     import signal
-    from hyper_parallel.supervision.stopping import Stop
+    from hyper_parallel.supervision.run_end import Stop
     stop, rank = Stop(job.plan.run.stop_within), launcher_place().rank
     if rank < 0:
         hang(job)

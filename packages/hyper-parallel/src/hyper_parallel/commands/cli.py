@@ -45,13 +45,12 @@ from hp_platform.extend import (
     wanted_platform,
 )
 from hyper_parallel import worker
-from hyper_parallel.commands import checkpoints, pipeline, showing
+from hyper_parallel.commands import checkpoints, showing
 from hyper_parallel.commands.data import app as data_app
 from hyper_parallel.commands.doctor import examine_machine
 from hyper_parallel.commands.proposing import init
-from hyper_parallel.commands.reporting import leads, say, saying_what_is_saved, show_diagnostics, user_errors
+from hyper_parallel.commands.reporting import Version, leads, say, saying_what_is_saved, show_diagnostics, user_errors
 from hyper_parallel.commands.slurm import Request, check_request, job_script
-from hyper_parallel.commands.version import Version
 from hyper_parallel.data.tokenization.tokenized import text_notes
 from hyper_parallel.launching.launch import Job, Resume
 from hyper_parallel.port import launcher
@@ -60,8 +59,8 @@ from hyper_parallel.reports.output import OutputError, claimed, prepare_folder, 
 from hyper_parallel.reports.page import report_page
 from hyper_parallel.supervision.debugging import hand_over_terminal
 from hyper_parallel.training.checking import check_first_call, check_run
-from hyper_parallel.training.data_order import check_resume
 from hyper_parallel.training.evaluating import check_checkpoint, check_parts
+from hyper_parallel.training.resuming import check_resume
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan.", show_default=False)]
 Ranks = Annotated[
@@ -388,14 +387,14 @@ def schedule(
         if svg is not None:
             svg.write_text(to_svg(result.choice.trace), encoding="utf-8")
         if json_lines:
-            typer.echo(json.dumps(pipeline.as_dict(result)))
+            typer.echo(json.dumps(showing.as_dict(result)))
             return
         console = make_console()
-        console.print(pipeline.title(read, result.choice), markup=False)
+        console.print(showing.title(read, result.choice), markup=False)
         typer.echo(to_text(result.choice.trace, max(20, min(console.width, 120) - 32)))
         typer.echo("(seconds at 1 Tflop/s a rank; activations as without tensor parallelism)")
-        console.print(pipeline.ranks_table(result.choice))
-        console.print(pipeline.advice(result), markup=False)
+        console.print(showing.ranks_table(result.choice))
+        console.print(showing.advice(result), markup=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

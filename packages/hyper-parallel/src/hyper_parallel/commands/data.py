@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from hyper_parallel.commands.reporting import user_errors
-from hyper_parallel.data.documents import several_documents, text_files
-from hyper_parallel.data.text import find_files
-from hyper_parallel.data.tokenization.preparing import prepare
+from hyper_parallel.data.documents import find_files, several_documents, text_files
+from hyper_parallel.data.tokenization.tokenized import prepare
 from hyper_parallel.data.tokenization.tokenizing import read_tokenizer, without_end
 
 Format = Literal["text", "messages", "prompt-completion", "preference"]

@@ -1,4 +1,4 @@
-"""What commands tell their user: errors, in place of tracebacks."""
+"""Answers of commands to their user: errors, in place of tracebacks, and versions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -19,8 +20,8 @@ from hyper_parallel.data import DataError
 from hyper_parallel.launching.launch import Interrupted, RankFailure
 from hyper_parallel.reports.display import diagnostics_table, make_console
 from hyper_parallel.reports.output import CHECKPOINTS, METRICS, OutputError, newest_checkpoint
-from hyper_parallel.supervision.diverging import DivergedError
-from hyper_parallel.supervision.shortage import MemoryShortage
+from hyper_parallel.reports.run_metadata import versions
+from hyper_parallel.supervision.failed_steps import DivergedError, MemoryShortage
 
 _ADVISED = (CheckpointError, DataError, DivergedError, MemoryShortage, OutputError)
 
@@ -113,3 +114,20 @@ def show_diagnostics(diagnostics: Sequence[Diagnostic], *, source: str = "the pl
         return
     console.print(f"[red]error:[/red] {source} has {len(diagnostics)} error{'s' if len(diagnostics) != 1 else ''}")
     console.print(diagnostics_table((each.key, each.message, each.fix) for each in diagnostics))
+
+
+def _print(wanted: bool) -> None:
+    if wanted:
+        found = versions()
+        own = found.pop("hyper-parallel", "of a checkout")
+        others = ", ".join(f"{name} {number}" for name, number in found.items() if not name.startswith("hp-"))
+        typer.echo(f"hyper-parallel {own} ({others})")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_print, is_eager=True, help="Print the versions of this and of what it runs on."
+    ),
+]

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.data.documents import read_rows
-from hyper_parallel.data.errors import DataError
+from hyper_parallel.data.documents import DataError, read_rows
 from hyper_parallel.data.tokenization.tokenizing import Tokenizer
 
 FORMATS: Mapping[str, tuple[str, ...]] = {

@@ -1,9 +1,11 @@
-"""The training data of a plan."""
+"""The training data of a plan, opened, and its content, so that other data under the same name is noticed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hp_plan import DataSection
-from hyper_parallel.data.errors import DataError
+from hyper_parallel.data.documents import VOCABULARY, DataError, check_text, read_text
 from hyper_parallel.data.packing import Cut, Joined, Packed, Padded
 from hyper_parallel.data.samples import Mixture, Rows, Samples, Windows
-from hyper_parallel.data.text import VOCABULARY, check_text, read_text
 from hyper_parallel.data.tokenization.tokens import TokenFile, beyond
 
 _SUFFIXES = (".bin", ".idx")
@@ -232,3 +233,61 @@ class _Checked:
             for file in self._files:
                 file.check(rows.tokens, self._vocabulary)
         return rows
+
+
+_BLOCK, _BLOCKS = 4096, 256
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a path of the data holds.
+
+    Attributes:
+        path: as the plan names it; empty for all text together.
+        tokens: how many.
+        documents: of a token file; None for text.
+        digest: differs where the tokens or documents do. Of tokens that take more than 1 MiB, 256 blocks of 4 KiB are
+            looked at, the first, the last and those evenly between, so a change to a few tokens in place may be missed.
+    """
+
+    path: str
+    tokens: int
+    documents: int | None
+    digest: str
+
+
+def contents(section: DataSection, data: Opened | None = None) -> tuple[Content, ...]:
+    """Describe the data of a plan.
+
+    Args:
+        section: of the plan.
+        data: what `open_data` has opened of it; None opens it.
+
+    Raises:
+        DataError: as `check_data`.
+    """
+    opened = open_data(section) if data is None else data
+    if not isinstance(opened, list):
+        return (Content("", len(opened), None, _digest([opened])),)
+    described = []
+    for path, file in zip(section.paths, opened, strict=True):
+        starts = np.ascontiguousarray(file.starts, "<i8")
+        masks = [] if file.mask is None else _blocks(file.mask)
+        digest = _digest([np.asarray([file.tokens.itemsize], "<i8"), starts, *_blocks(file.tokens), *masks])
+        described.append(Content(str(Path(path)), len(file.tokens), len(file), digest))
+    return tuple(described)
+
+
+def _blocks(tokens: Any) -> Iterable[Any]:
+    """Return the tokens, or evenly spaced blocks of them where there are many."""
+    size = _BLOCK // tokens.itemsize
+    if len(tokens) <= _BLOCKS * size:
+        return [tokens]
+    return [tokens[start : start + size] for start in np.linspace(0, len(tokens) - size, _BLOCKS).astype(np.int64)]
+
+
+def _digest(arrays: Iterable[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()

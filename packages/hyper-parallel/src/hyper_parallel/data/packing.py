@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.data.errors import DataError
-from hyper_parallel.data.order import permuted
-from hyper_parallel.data.samples import IGNORED, Rows
+from hyper_parallel.data.documents import DataError
+from hyper_parallel.data.samples import IGNORED, Rows, permuted
 
 
 class Documents(Protocol):

@@ -25,10 +25,8 @@ from hyper_parallel.mindspore.process import peer_lost
 from hyper_parallel.mindspore.rank import JOB, OUTPUT
 from hyper_parallel.reports.display import make_reporter
 from hyper_parallel.reports.events import EventReader, Tail
-from hyper_parallel.supervision.exit_reports import ended_alike
-from hyper_parallel.supervision.failure_notes import show_notes
 from hyper_parallel.supervision.hanging import last_move, watching
-from hyper_parallel.supervision.stopping import say_first_interrupt
+from hyper_parallel.supervision.run_end import ended_alike, say_first_interrupt, show_notes
 
 Result = TypeVar("Result")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.supervision.shortage import Spot, Storage
+from hyper_parallel.supervision.failed_steps import Spot, Storage
 
 _SIGNS = ("memory not enough", "out of memory", "allocate memory failed", "alloc memory failed")
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from mindspore import Tensor, ops
+from numpy.typing import NDArray
 
+from hp_checkpoint.extend import Ranks
 from hp_dtensor import SkipDTensorDispatch, parallelize_value_and_grad
 from hp_fsdp import HSDPModule, clip_grad_norm_, global_grad_norm
 from hp_optim import ChainedOptimizer
@@ -165,3 +169,24 @@ def _seed_dropouts(model: Any, plan: ParallelPlan) -> None:
 
 def write_sample(plan: ParallelPlan, folder: Path) -> None:
     """Nothing: a function's model says of no way to generate."""
+
+
+class Numbers:
+    """Numbers of every rank.
+
+    Args:
+        own: this rank's, tensors of one element or plain numbers; every rank has as many.
+    """
+
+    def __init__(self, own: Sequence[Any]) -> None:
+        record = struct.Struct(f"<{len(own)}d")
+        plain = [float(number.asnumpy()) if hasattr(number, "asnumpy") else number for number in own]
+        self._numbers = np.array([record.unpack(each) for each in Ranks().gather(record.pack(*plain))])
+
+    def read(self) -> NDArray[np.float64]:
+        """Return the numbers as [ranks, numbers]."""
+        return self._numbers
+
+    def ready(self) -> bool:
+        """Tell whether the numbers are there."""
+        return True

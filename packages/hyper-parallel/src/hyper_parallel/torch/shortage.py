@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.supervision.shortage import Spot, Storage
+from hyper_parallel.supervision.failed_steps import Spot, Storage
 
 _CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 

@@ -1,16 +1,19 @@
-"""Training a torch model, and saving the full model for transformers."""
+"""Training a torch model, with numbers of all ranks and profiles, and saving the full model for transformers."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from hp_checkpoint.extend import Adapter, has_safetensors
 from hp_moe import get_placement_state, rebalance, register_experts, report_drops, set_placement_state
@@ -244,3 +247,93 @@ def write_sample(plan: ParallelPlan, folder: Path, *, tokens: int = 96) -> str |
     if plan.data.format == "text":
         return tokenizer.decode(whole)
     return tokenizer.decode(encoded, special=True) + tokenizer.decode(whole[len(encoded) :])
+
+
+class Numbers:
+    """Numbers of every rank, on their way: no work that comes after them is waited for.
+
+    Args:
+        own: this rank's, tensors of one element or plain numbers; every rank has as many.
+    """
+
+    def __init__(self, own: Sequence[Any]) -> None:
+        platform = get_platform()
+        self._done: Any = None
+        self._size = platform.groups.size()
+        if platform.devices.kind == "cpu":
+            self._host = torch.from_numpy(np.fromiter(map(float, own), np.float64, len(own)))
+            if self._size > 1:
+                self._host = self._everyone(self._host)
+            return
+        plain = [0.0 if isinstance(number, torch.Tensor) else number for number in own]
+        row = torch.tensor(plain, dtype=torch.float64, pin_memory=True)
+        row = row.to(platform.devices.current_device(), non_blocking=True)
+        for place, number in enumerate(own):
+            if isinstance(number, torch.Tensor):
+                row[place] = number.detach()
+        everyone = self._everyone(row) if self._size > 1 else row
+        self._host = torch.empty(everyone.shape, dtype=everyone.dtype, pin_memory=True)
+        self._host.copy_(everyone, non_blocking=True)
+        self._done = platform.devices.device_module().Event()
+        self._done.record()
+
+    def _everyone(self, row: torch.Tensor) -> torch.Tensor:
+        everyone, platform = row.new_empty(self._size * len(row)), get_platform()
+        platform.collectives.all_gather(everyone, row, group=platform.groups.default_group())
+        return everyone
+
+    def read(self) -> NDArray[np.float64]:
+        """Wait for the numbers; return them as [ranks, numbers]."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host.numpy().reshape(self._size, -1)
+
+    def ready(self) -> bool:
+        """Tell whether the numbers are there."""
+        return self._done is None or self._done.query()
+
+
+class Profiler:
+    """A profile that is under way: operators, kernels, and forwards by the names of their modules.
+
+    Args:
+        model: under training.
+        path: of the trace that `close` writes.
+    """
+
+    def __init__(self, model: Any, path: Path) -> None:
+        self._path = path
+        self._ranges: list[record_function] = []
+        stages = [model] if isinstance(model, nn.Module) else list(model.stages.values())
+        named = [(name, module) for stage in stages for name, module in stage.named_modules() if name]
+        self._hooks = [hook for name, module in named for hook in self._hooked(name, module)]
+        activities = [ProfilerActivity.CPU]
+        if get_platform().devices.kind == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def _hooked(self, name: str, module: nn.Module) -> list[Any]:
+        def enter(*_: Any) -> None:
+            self._ranges.append(record_function(f"hp.forward({name})"))
+            self._ranges[-1].__enter__()
+
+        def leave(*_: Any) -> None:
+            self._ranges.pop().__exit__(None, None, None)
+
+        first = module.register_forward_pre_hook(enter, prepend=True)
+        return [first, module.register_forward_hook(leave, always_call=True)]
+
+    def named(self, name: str) -> AbstractContextManager[Any]:
+        """Name what runs inside."""
+        return record_function(name)
+
+    def close(self) -> None:
+        """Stop, and write the trace."""
+        for hook in self._hooks:
+            hook.remove()
+        get_platform().devices.synchronize()
+        self._profile.stop()
+        part = self._path.with_name(f".{self._path.name}")
+        self._profile.export_chrome_trace(str(part))
+        os.replace(part, self._path)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hyper_parallel.data.errors import DataError
-from hyper_parallel.data.text import VOCABULARY
+from hyper_parallel.data.documents import VOCABULARY, DataError
 
 _CONFIG = "tokenizer_config.json"
 

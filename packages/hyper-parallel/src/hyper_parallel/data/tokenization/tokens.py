@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.data.errors import DataError
+from hyper_parallel.data.documents import DataError
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")
