@@ -151,10 +151,10 @@ def test_values_and_gradients_are_sent_in_dtypes_of_their_own(dtypes: Any, way: 
     x = DTensor.from_local(part, mesh, [way[0]])
     with pytest.MonkeyPatch.context() as patch:
         sent: list[Any] = []
-        from hp_dtensor.torch.backward import redistributed
-        from hp_dtensor.torch.moves import borders
+        from hp_dtensor.torch.backward import autograd
+        from hp_dtensor.torch.moves import transfer
 
-        for place_ in (redistributed, borders):
+        for place_ in (autograd, transfer):
             run = place_.execute
             patch.setattr(place_, "execute", lambda t, *rest, run=run: sent.append(t.dtype) or run(t, *rest))
         made = x.redistribute(placements=[way[1]], forward_dtype=forward, backward_dtype=backward, async_op=True)

@@ -11,7 +11,7 @@ import torch
 from transfers import check, count_up, mesh_of
 
 from hp_dtensor import DTensor, Replicate, Shard, SkipDTensorDispatch, distribute_tensor, init_device_mesh
-from hp_dtensor.torch.moves import pending
+from hp_dtensor.torch.moves import transfer
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
 
@@ -48,10 +48,10 @@ def _with_streams():
         current_device=object,
         stream=lambda: side,
     )
-    patch = pytest.MonkeyPatch()
+    collectives, patch = get_platform().collectives, pytest.MonkeyPatch()
     with patch.context() as changed:
-        changed.setattr(pending, "get_platform", lambda: SimpleNamespace(devices=devices))
-        changed.setattr(pending, "_keep", lambda x, stream: None)
+        changed.setattr(transfer, "get_platform", lambda: SimpleNamespace(devices=devices, collectives=collectives))
+        changed.setattr(transfer, "_keep", lambda x, stream: None)
         yield SimpleNamespace(current=current, side=side, on=on)
 
 
@@ -82,7 +82,7 @@ def test_the_first_use_waits(use: str) -> None:
     x = distribute_tensor(count_up(4, 2), mesh, [Shard(0)]).requires_grad_()
     with _with_streams() as seen:
         y = x.redistribute(placements=[R], async_op=True)
-        assert type(y) is pending.PendingDTensor and isinstance(y, DTensor) and seen.on == [seen.side]
+        assert type(y) is transfer.PendingDTensor and isinstance(y, DTensor) and seen.on == [seen.side]
         assert seen.side.waits == [seen.current] and not seen.current.waits
         USES[use](y)
         assert len(seen.current.waits) == (2 if use == "again beside" else 1) and type(y) is DTensor
@@ -110,7 +110,7 @@ def test_a_pending_transfer_has_its_gradient() -> None:
     x = distribute_tensor(count_up(4, 2), square, [Shard(0), R]).requires_grad_()
     with _with_streams():
         y = x.redistribute(row, [Shard(1)], async_op=True)
-        assert type(y) is pending.PendingDTensor
+        assert type(y) is transfer.PendingDTensor
         (y * y).sum().backward()
     assert torch.equal(x.grad.to_local(), 2 * x.detach().to_local())
 
@@ -121,7 +121,7 @@ def test_on_a_device_without_streams_the_result_is_ready() -> None:
     x = distribute_tensor(count_up(64, 64), mesh, [Shard(0)]).requires_grad_()
     y = x.redistribute(placements=[Shard(1)], async_op=True)
     streams = get_platform().devices.capabilities.streams
-    assert type(y) is (pending.PendingDTensor if streams else DTensor)
+    assert type(y) is (transfer.PendingDTensor if streams else DTensor)
     (y * y).sum().backward()
     check(y.detach(), count_up(64, 64), mesh, [Shard(1)])
     assert torch.equal(x.grad.to_local(), 2 * x.detach().to_local())

@@ -16,7 +16,7 @@ from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
 from hp_dtensor.redistribution import AllGather, AllReduce, AllToAll, ReduceScatter, plan, simulate
 from hp_dtensor.redistribution.executor import coordinates
-from hp_dtensor.torch.moves import exchange
+from hp_dtensor.torch.moves import redistribute
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
@@ -91,13 +91,13 @@ def test_large_exchanges_keep_their_own_piece(dtype: type, ranks: int) -> None:
     shape = (2 * ranks, 3 * ranks, ranks)
     whole = np.arange(prod(shape)).reshape(shape).astype(dtype)
     moves = [(Shard(a), Shard(b)) for a in range(3) for b in range(3) if a != b]
-    usual, exchange.OVERLAPPED = exchange.OVERLAPPED, 1
+    usual, redistribute.OVERLAPPED = redistribute.OVERLAPPED, 1
     try:
         for source, target in [*moves, (Shard(1), StridedShard(1, 3)), (StridedShard(1, 3), Shard(1))]:
             locals_ = {c: take(whole, (source,), mesh.shape, c) for c in coordinates(mesh.shape)}
             _check(mesh, shape, (source,), (target,), locals_)
     finally:
-        exchange.OVERLAPPED = usual
+        redistribute.OVERLAPPED = usual
 
 
 @on_ranks(2, 3, 4)

@@ -13,7 +13,7 @@ import torch
 from hp_dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.rules.factors import choose
-from hp_dtensor.torch.functions.register import register_sharding
+from hp_dtensor.torch.functions import register_sharding
 from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.ops.functions import BINDINGS
 from hp_platform import count_collectives

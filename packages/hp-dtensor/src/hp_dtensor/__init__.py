@@ -18,9 +18,8 @@ from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
     from hp_dtensor.torch.dtensor import DTensor
-    from hp_dtensor.torch.functions.functional import DFunction, parallelize_value_and_grad
-    from hp_dtensor.torch.functions.register import register_sharding
-    from hp_dtensor.torch.modules.init import init_empty_weights, init_on_device, init_parameters
+    from hp_dtensor.torch.functions import DFunction, parallelize_value_and_grad, register_sharding
+    from hp_dtensor.torch.modules import init_empty_weights, init_on_device, init_parameters
 
 __all__ = [
     "DFunction",
@@ -59,12 +58,12 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "DFunction": "functions.functional",
+        "DFunction": "functions",
         "DTensor": "dtensor",
-        "init_empty_weights": "modules.init",
-        "init_on_device": "modules.init",
-        "init_parameters": "modules.init",
-        "parallelize_value_and_grad": "functions.functional",
-        "register_sharding": "functions.register",
+        "init_empty_weights": "modules",
+        "init_on_device": "modules",
+        "init_parameters": "modules",
+        "parallelize_value_and_grad": "functions",
+        "register_sharding": "functions",
     },
 )

@@ -179,16 +179,16 @@ def creation() -> Creation:
 @functools.cache
 def modules() -> Modules:
     """Return the framework's `Modules`."""
-    return load_port(Modules, "modules.shard_module")
+    return load_port(Modules, "api")
 
 
 @functools.cache
 def ranks() -> Ranks:
     """Return the framework's `Ranks`."""
-    return load_port(Ranks, "interop.ranks")
+    return load_port(Ranks, "api")
 
 
 @functools.cache
 def debug() -> Debug:
     """Return the framework's `Debug`."""
-    return load_port(Debug, "modules.debug")
+    return load_port(Debug, "modules")

@@ -25,8 +25,7 @@ from hp_dtensor import (
     register_sharding,
 )
 from hp_dtensor.mindspore.api import distribute_parameter
-from hp_dtensor.mindspore.ops.dispatching.bindings import BINDINGS
-from hp_dtensor.mindspore.ops.dispatching.dispatch import forget_plans
+from hp_dtensor.mindspore.ops.dispatching.dispatch import BINDINGS, forget_plans
 from hp_testing import device_type, on_ranks
 
 X = np.arange(30, dtype=np.float32).reshape(5, 6) / 7
@@ -152,7 +151,7 @@ import mindspore
 from hp_dtensor import register_sharding
 register_sharding("Abs")(lambda x: [])
 import hp_dtensor.mindspore.ops.functions  # the table of kernels
-from hp_dtensor.mindspore.ops.dispatching.bindings import BINDINGS
+from hp_dtensor.mindspore.ops.dispatching.dispatch import BINDINGS
 print(BINDINGS["Abs"].rule, BINDINGS["Exp"].rule)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, mint, ops
 
 from hp_dtensor import DTensor, Replicate, Shard, implicit_replication, init_device_mesh, parallelize_value_and_grad
 from hp_dtensor.mindspore.api import distribute_parameter
-from hp_dtensor.mindspore.modules.parameter import set_local
+from hp_dtensor.mindspore.modules import set_local
 from hp_testing import on_ranks
 
 # Sizes that no other test has: MindSpore keeps what it makes of a gradient, and gives it to who comes later.

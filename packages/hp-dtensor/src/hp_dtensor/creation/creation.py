@@ -1,4 +1,4 @@
-"""Make DTensors and modules of them: from whole tensors and from nothing."""
+"""DTensors made from whole tensors, local parts and nothing: checks, layouts of the results, modules of them."""
 
 from __future__ import annotations
 

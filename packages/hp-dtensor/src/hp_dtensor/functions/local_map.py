@@ -1,4 +1,4 @@
-"""Functions of local tensors as functions of DTensors: ``local_map`` as in torch, and the shorter ``custom_shard``.
+"""Functions on DTensors: ``local_map`` as in torch, the shorter ``custom_shard``, and custom autograd functions.
 
 Note [Shapes of results]
     A result's global shape follows from this rank's part and the placements, if all parts are as large. Where an

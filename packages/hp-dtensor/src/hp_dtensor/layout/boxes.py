@@ -1,4 +1,4 @@
-"""A rank's shard of a tensor as boxes (offsets and sizes in the global tensor), the form that checkpoints use.
+"""Boxes of elements: those of a rank's shard, the form of checkpoints, and those that the same ranks hold.
 
 Note [Boxes]
 Along each dim the ranks' shards begin and end at a few edges. These divide the tensor into boxes whose elements are all

@@ -1,4 +1,4 @@
-"""The shard of a tensor on each rank: pure arithmetic on shapes, placements and mesh coordinates.
+"""The shard of a tensor on each rank, and its strides: arithmetic on shapes, placements and mesh coordinates.
 
 Placements apply from the left mesh axis to the right one: each shards what the axes before it leave. A ``RaggedShard``
 applies after all others, whichever its axis, because it flattens dims that they may shard.

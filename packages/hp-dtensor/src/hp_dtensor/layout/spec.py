@@ -1,4 +1,4 @@
-"""TensorSpec: mesh, placements and global shape of one tensor, interned so that equal specs are one object.
+"""TensorSpec (mesh, placements and shape, interned), Layout (the same by tensor dim), and the specs of gradients.
 
 Note [Gradient layouts]
 On each mesh axis the placement of a value determines that of its gradient: Shard for Shard, Replicate for Partial, and
@@ -37,7 +37,7 @@ class TensorSpec:
         partial: some placement is ``Partial``.
         ragged: some placement is ``RaggedShard``.
         size: the global shape in the framework's own type, set at its first use.
-        thin: some rank has at most one index of a sharded dim; see Note [Thin shards] in `strides`.
+        thin: some rank has at most one index of a sharded dim; see Note [Thin shards] in `sharding`.
         name: unique in this process; ``spec_named`` finds the spec by it.
     """
 

@@ -1,4 +1,4 @@
-"""The process groups of a mesh: initialisation, options, and adoption of existing groups.
+"""The process groups of a mesh: initialisation, options, adoption; the living meshes and their common root.
 
 Note [Equal slices of different roots]
     Meshes are values: of equal slices of two roots, layouts keep the one that came first. So the root of a layout's

@@ -5,7 +5,7 @@ The ideas and the rules are those of `hp_dtensor.torch`; what differs is said wh
 
 from hp_dtensor.mindspore.api import from_local as _from_local
 from hp_dtensor.mindspore.dtensor import install as _install_methods
-from hp_dtensor.mindspore.modules.parameter import DParameter as _DParameter
+from hp_dtensor.mindspore.modules import DParameter as _DParameter
 from hp_dtensor.mindspore.ops.dispatching.dispatch import (
     dispatch as _dispatch,  # its import catches what ``__fallback__`` does not see
 )

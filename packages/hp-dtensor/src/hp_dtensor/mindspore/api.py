@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore
+import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hp_dtensor.creation.creation import (
@@ -22,7 +23,7 @@ from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, gradient_as, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
-from hp_dtensor.mindspore.modules.parameter import set_local
+from hp_dtensor.mindspore.modules import named_modules, set_local
 from hp_dtensor.mindspore.moves.redistribute import execute
 from hp_platform import get_platform
 
@@ -172,3 +173,35 @@ def make(what: str, spec: TensorSpec, dtype: Any, requires_grad: bool, value: An
     with local_mode():
         whole = getattr(ops, what)(*spec.shape, dtype=dtype)
     return wrap(execute(whole, spec.with_placements([Replicate()] * spec.mesh.ndim), spec), spec)
+
+
+def named_parameters(module: nn.Cell) -> dict[str, Parameter]:
+    """List all parameters, each under every name that it has in the tree of Cells."""
+    return {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, cell in named_modules(module).items()
+        for name, parameter in cell._params.items()
+        if parameter is not None
+    }
+
+
+def distribute(
+    module: nn.Cell, placed: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]], rest: DeviceMesh
+) -> None:
+    """Turn all parameters into DTensors, in place.
+
+    Args:
+        module: the Cell.
+        placed: mesh and placements by name of a parameter.
+        rest: the mesh on which other parameters are replicated.
+    """
+    parameters = named_parameters(module)
+    for name, (mesh, placements) in placed.items():
+        distribute_parameter(parameters[name], mesh, placements)
+    for cell in named_modules(module).values():
+        replicate_parameters(cell, rest)
+
+
+def rank_tensor(ranks: np.ndarray) -> mindspore.Tensor:
+    """Create a tensor of ranks."""
+    return mindspore.Tensor(ranks.astype(np.int32))

@@ -7,7 +7,7 @@ from hp_dtensor.mindspore.api import distribute_parameter, replicate_parameters
 from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, local_mode, once_differentiable
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, redistribute_shared, unwrap, wrap
-from hp_dtensor.mindspore.modules.parameter import set_local, states_by_name
+from hp_dtensor.mindspore.modules import set_local, states_by_name
 from hp_dtensor.mindspore.moves.redistribute import execute, own_dtypes
 
 __all__ = [

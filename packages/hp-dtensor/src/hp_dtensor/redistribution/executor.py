@@ -1,4 +1,4 @@
-"""Execute the steps of a redistribution on one rank, by intervals, on the arrays of any framework.
+"""Execution of a redistribution on one rank, by intervals, on the arrays of any framework; numpy's for all ranks.
 
 A step that communicates is an `Exchange`: the local array is packed into one flat buffer, a collective sends it, and
 what arrives is unpacked. ``simulate`` runs the same functions on numpy arrays, with the collectives written out. A

@@ -1,4 +1,4 @@
-"""The steps of a redistribution and their prices. Each step changes the placement on one mesh axis.
+"""The steps of a redistribution, their prices, and each as one rank sees it: sizes and intervals.
 
 The price of a step is the number of elements that a rank moves, padding included. The planner of redistributions adds
 up the prices of its steps, and the rules of operations choose placements by them.
@@ -209,8 +209,8 @@ class Cut:
     inner: int
     held: tuple[tuple[Interval, ...], ...]
     blocks: int | None
-    """``O`` of Note [Even cuts are a transpose] in `hp_dtensor.torch.moves.exchange`; None where the cut is uneven, or
-    the group's order is not the axis's."""
+    """``O`` of Note [Even cuts are a transpose] in `hp_dtensor.torch.moves.redistribute`; None where the cut is
+    uneven, or the group's order is not the axis's."""
 
     @staticmethod
     def of(placement: Placement, place: Place) -> Cut:

@@ -1,4 +1,4 @@
-"""Factors: the dims that an operation's operands and results share, and the legal placements that follow from them.
+"""Factors: the dims that an operation's operands and results share, and the choice among legal placements.
 
 Every dim of an operand or a result belongs to a *factor* (an index of the operation's loop nest), or to none if it is
 broadcast. Sharding a factor shards every dim that carries it; a factor that no result carries is a reduction, and

@@ -1,7 +1,7 @@
-"""Plan a call: its operands, the placements that its rule finds for them, and what has to move.
+"""Plan of a call: its operands, the placements that its rule finds, also through a view, and what has to move.
 
-The dims before a sharded dim form ``outer`` blocks, each of which has its ``size`` indices sharded over the axis. In
-the new shape the same blocks are either a complete dim (Shard) or part of one (StridedShard).
+Through a view, the dims before a sharded dim form ``outer`` blocks, each of which has its ``size`` indices sharded over
+the axis. In the new shape the same blocks are either a complete dim (Shard) or part of one (StridedShard).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DTensors from local parts and whole tensors, and modules of them, on PyTorch."""
+"""DTensors from local parts and whole tensors, and modules of them, on PyTorch; torch's own DTensors are refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hp_dtensor.creation.creation import (
@@ -23,13 +24,34 @@ from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_dtensor.torch.backward.engine import on_local_gradient
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
-from hp_dtensor.torch.functions import random
-from hp_dtensor.torch.interop.foreign import refuse_foreign
-from hp_dtensor.torch.moves.borders import gradient_as
 from hp_dtensor.torch.moves.redistribute import execute
+from hp_dtensor.torch.moves.transfer import gradient_as
+from hp_dtensor.torch.ops import random
 from hp_dtensor.torch.views.moved_view import shares
 from hp_dtensor.torch.views.part_of_view import whole_of
 from hp_platform import get_platform
+
+_plain = (torch.Tensor, torch.nn.Parameter)
+
+
+def refuse_foreign(x: Any, what: str) -> None:
+    """Refuse a DTensor of torch itself, whose mesh and placements are of other types.
+
+    Args:
+        x: a value.
+        what: the function to which it is passed, for the error.
+
+    Raises:
+        TypeError: ``x`` is a DTensor of torch itself.
+    """
+    kind = type(x)
+    if kind not in _plain and kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed."):
+        raise TypeError(
+            f"{what}: got torch's own DTensor ({kind.__module__}) of shape {tuple(x.shape)}, placed {x.placements};"
+            " expected a plain tensor or a DTensor of hp_dtensor. Apply one library to a model. x.full_tensor() returns"
+            " the global tensor; DTensor.from_local(x.to_local(), mesh, placements) of hp_dtensor adopts the local one"
+        )
+
 
 __all__ = ["become", "distribute_parameter", "from_local", "replicate_parameters"]
 
@@ -233,3 +255,39 @@ def make(what: str, spec: TensorSpec, dtype: torch.dtype | None, requires_grad: 
 
 
 _DRAWS: dict[str, Any] = {"rand": torch.Tensor.uniform_, "randn": torch.Tensor.normal_}
+
+Tensor = torch.Tensor
+
+
+def named_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """List all modules inside, the module itself among them, each under every name that it has."""
+    return dict(module.named_modules(remove_duplicate=False))
+
+
+def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """List all parameters, each under every name that it has."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def distribute(
+    module: torch.nn.Module, placed: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]], rest: DeviceMesh
+) -> None:
+    """Turn all parameters and buffers into DTensors; modules that share a parameter share it afterwards.
+
+    Args:
+        module: the module, changed in place.
+        placed: mesh and placements by name of a parameter.
+        rest: the mesh on which other parameters, and buffers, are replicated.
+    """
+    parameters = named_parameters(module)
+    by_id: dict[int, Any] = {id(parameters[name]): where for name, where in placed.items()}
+    for parameter in module.parameters():
+        mesh, placements = by_id.get(id(parameter), (rest, (Replicate(),) * rest.ndim))
+        distribute_parameter(parameter, mesh, placements)
+    for child in module.modules():
+        replicate_parameters(child, rest)  # only buffers are still plain
+
+
+def rank_tensor(ranks: np.ndarray) -> torch.Tensor:
+    """Create a tensor of ranks on the host, as torch's DeviceMesh has it."""
+    return torch.tensor(ranks.tolist(), dtype=torch.int, device="cpu")

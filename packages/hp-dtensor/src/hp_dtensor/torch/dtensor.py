@@ -20,9 +20,9 @@ from hp_dtensor.layout.spec import Layout, TensorSpec, varying
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.backward.asking import local_asked
+from hp_dtensor.torch.checkpoint import chunk_list, tensor_shard, write_items
 from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.compile.overrides import overrides
-from hp_dtensor.torch.interop.checkpoint import chunk_list, tensor_shard, write_items
 from hp_dtensor.torch.views.kept import HANDED_OUT, hand_out, recall_shared, remember_shared
 from hp_dtensor.torch.views.strides import keep, local_strides, strides_of
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from hp_dtensor.torch.api import become, distribute_parameter, replicate_parameters
+from hp_dtensor.torch.api import become, distribute_parameter, refuse_foreign, replicate_parameters
 from hp_dtensor.torch.backward.autograd import arriving, grad_spec, reduce_partial_grads
-from hp_dtensor.torch.backward.engine import backward
-from hp_dtensor.torch.backward.passes import Mark, explaining, marks, will_run
+from hp_dtensor.torch.backward.engine import Mark, backward, explaining, marks, will_run
 from hp_dtensor.torch.compile.compiling import encode_placements, traces_as
 from hp_dtensor.torch.compile.graph import constant, decode_placements, mesh_of
 from hp_dtensor.torch.dtensor import DTensor, local_view, redistribute, redistribute_shared, wrap
-from hp_dtensor.torch.functions.random import compare_generators
-from hp_dtensor.torch.interop.foreign import refuse_foreign
-from hp_dtensor.torch.modules.init import give_memory, materialize
+from hp_dtensor.torch.modules import give_memory, materialize
 from hp_dtensor.torch.moves.redistribute import execute
-from hp_dtensor.torch.ops.reductions.parallel_loss import sharded_loss
+from hp_dtensor.torch.ops.parallel_loss import sharded_loss
+from hp_dtensor.torch.ops.random import compare_generators
 
 __all__ = [
     "DTensor",

@@ -18,9 +18,8 @@ from hp_dtensor.layout.sharding import local_shape, take
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mindspore.backward.autograd import convert, grad_enabled, local_mode, local_only
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, redistribute, unwrap, wrap
-from hp_dtensor.mindspore.ops.dispatching.bindings import bind
-from hp_dtensor.mindspore.ops.dispatching.dispatch import run_kernel
-from hp_dtensor.mindspore.ops.views import before_write
+from hp_dtensor.mindspore.ops.dispatching.dispatch import before_write, run_kernel
+from hp_dtensor.mindspore.ops.functions import bind
 from hp_dtensor.rules.planning import Call
 
 

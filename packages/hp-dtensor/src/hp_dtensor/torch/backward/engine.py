@@ -1,9 +1,17 @@
-"""Backward from DTensors: ``DTensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad``.
+"""Backward from DTensors: ``DTensor.backward``, torch.autograd's functions, marks, and the scaling of losses.
 
 Note [The engine runs with interception on]
 The engine runs the user's code: recomputed checkpoints, hooks, custom autograd functions. All of it must see DTensors
 as it did in forward, so the engine is called directly and not through torch's functions, which would be intercepted
 again.
+
+Note [Marks]
+    The engine runs the youngest node that is ready. So a node that was made right after the forward of a module, and is
+    a root of the pass, runs after all younger nodes and before all that the forward made, wherever the pass enters the
+    module: by its output, by a tensor that a hook kept, or by an output that was written in place. Such a root is a
+    mark. It has no elements, and whether the pass needs anything of its module is the engine's to say (`will_run`).
+
+    A pass of ``torch.autograd.grad`` runs only what leads to its inputs, so the leaf of the marks is one of them.
 """
 
 from __future__ import annotations
@@ -13,11 +21,84 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import graph
 from torch.autograd.graph import GradientEdge
 
-from hp_dtensor.torch.backward import autograd, passes
+from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.backward.own_functions import going_on
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
+from hp_platform import collectives, get_platform
+
+_backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
+_will_run = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+_engine = graph._engine_run_backward
+_root_leaves: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+marks: list[Callable[[], Iterable[Mark]]] = []
+"""Of those that take part in backward passes: called as a pass begins; they return their marks."""
+explaining: list[Callable[[RuntimeError], RuntimeError | None]] = []
+"""Called with an error of a pass; one that knows why returns the error to raise from it."""
+
+
+class Mark:
+    """A node that is younger than all that this thread has made; see Note [Marks].
+
+    Args:
+        device: of the computation, whose thread of the engine runs the node.
+        reached: called when a pass has come there.
+    """
+
+    __slots__ = ("device", "root")
+
+    def __init__(self, device: torch.device, reached: Callable[..., None]) -> None:
+        self.device = device
+        if device not in _root_leaves:
+            with torch.inference_mode(False):
+                leaf = torch.empty(0, device=device, requires_grad=True)
+                _root_leaves[device] = leaf, leaf.detach()
+        self.root = _root_leaves[device][0].view(0)
+        self.root.grad_fn.register_prehook(reached)  # type: ignore[union-attr]
+
+
+def will_run(node: Any) -> bool:
+    """Tell whether the pass under way comes to a leaf's node, as `torch.autograd.graph.get_gradient_edge` gives it."""
+    try:
+        return _will_run(node)
+    except RuntimeError:  # it is an input of torch.autograd.grad
+        return True
+
+
+def _apart() -> bool:
+    """Tell whether a pass that begins is a part of another one, as a checkpoint's, or of a trace, without values."""
+    return _backward_id() != -1 or _transform() is not None or _mode(_FAKE) is not None
+
+
+def run(outputs: Any, gradients: Any, retain: bool, create: bool, inputs: Any, *rest: Any, **options: Any) -> Any:
+    """Run the engine, as torch's function of this signature does, with the marks among the roots."""
+    found = [] if _apart() else [mark for each in marks for mark in each()]
+    try:
+        if not found:
+            return _engine(outputs, gradients, retain, create, inputs, *rest, **options)
+        roots = [mark.root for mark in found]
+        outputs, gradients = (*outputs, *roots), (*gradients, *(_root_leaves[mark.device][1] for mark in found))
+        if not inputs:
+            return _engine(outputs, gradients, retain, create, inputs, *rest, **options)
+        leaves = [_root_leaves[device][0] for device in {mark.device for mark in found}]
+        results = _engine(outputs, gradients, retain, create, (*inputs, *leaves), *rest, **options)
+        return results[: len(inputs)]
+    except RuntimeError as error:
+        for explain in explaining:
+            other = explain(error)
+            if other is not None:
+                raise other from error
+        raise
+
+
+def install_graph_tasks() -> None:
+    """Have torch's functions begin their passes here."""
+    torch.autograd._engine_run_backward = graph._engine_run_backward = run  # type: ignore[attr-defined]
+
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
@@ -55,7 +136,7 @@ def backward_of(
     if inputs is not None or self._spec.partial or torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         backward(None, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
         return
-    passes.run(
+    run(
         (self,),
         (_start(0, self, gradient),),
         create_graph if retain_graph is None else retain_graph,
@@ -81,7 +162,7 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
         inputs += [shadow for x in inputs if isinstance(x, DTensor) for _, shadow in autograd.shadows(x)]
     create = bool(bound.get("create_graph"))
     retain = bound.get("retain_graph")
-    passes.run(
+    run(
         roots,
         ready,
         create if retain is None else retain,
@@ -106,7 +187,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     roots, ready = _roots(outputs, gradients)
     shadows = [autograd.shadows(x) if isinstance(x, DTensor) else [] for x in inputs]
     flat = [shadow for of in shadows for _, shadow in of]
-    gradients_found = passes.run(
+    gradients_found = run(
         roots,
         ready,
         create if retain is None else retain,
@@ -309,3 +390,26 @@ def give_node(leaf: DTensor) -> None:
         "the gradient edge, or a hook of the graph node,",
         "ask for it before the forward, or name the tensor itself: torch.autograd.grad(loss, [leaf])",
     )
+
+
+def unscale(func: Any, args: Any, kwargs: Any) -> None:
+    """Multiplies gradients in place, and notes in ``found_inf`` whether any rank's part is not finite.
+
+    All ranks must skip a step or none, so the note is the largest of the ranks' of each mesh.
+
+    Args:
+        func: ``torch._amp_foreach_non_finite_check_and_unscale_``.
+        args: the gradients, ``found_inf`` (a plain tensor of one element), the factor.
+        kwargs: the same by name.
+    """
+    bound = {**dict(zip(("self", "found_inf", "inv_scale"), args, strict=False)), **kwargs}
+    gradients, found_inf = bound["self"], bound["found_inf"]
+    _impl(func, (), (gradients, found_inf, bound["inv_scale"]))
+    meshes = dict.fromkeys(each._spec.mesh for each in gradients if isinstance(each, DTensor))
+    for mesh in meshes:
+        device = "cpu" if mesh.device_type == "cpu" else get_platform().devices.current_device()
+        sent = found_inf.to(device)
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                collectives.all_reduce(sent, "max", group=mesh.get_group(axis))
+        found_inf.copy_(sent)

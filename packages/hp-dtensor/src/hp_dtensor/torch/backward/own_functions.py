@@ -1,28 +1,41 @@
-"""Custom ``autograd.Function``s and checkpoints with DTensors as arguments.
+"""Custom ``autograd.Function``s, checkpoints, hooks of modules and torch.func transforms with DTensors.
 
 Note [Custom autograd functions]
 ``Function.apply`` is not intercepted: its ``forward`` gets DTensors, but its node belongs to the local tensor, so
 ``backward`` would get local gradients, and saved results as plain tensors. A reduction over them would silently be
-local. So ``apply`` is replaced, as are the functions that wrap for transforms (Note [Transforms are not intercepted] in
-`hp_dtensor.torch.backward.transforms`): if an argument is a DTensor, a subclass of the function is applied instead. Its
-``backward`` gets gradients as DTensors and returns local ones to autograd; its ``ctx`` stores the layouts of saved
-tensors. Forward and backward run with interception on, the engine's part of ``apply`` with interception off, so hooks
-of saved tensors get local tensors, as they do from operations.
+local. So ``apply`` is replaced, as are the functions that wrap for transforms (Note [Transforms are not intercepted]):
+if an argument is a DTensor, a subclass of the function is applied instead. Its ``backward`` gets gradients as DTensors
+and returns local ones to autograd; its ``ctx`` stores the layouts of saved tensors. Forward and backward run with
+interception on, the engine's part of ``apply`` with interception off, so hooks of saved tensors get local tensors, as
+they do from operations.
 
 Note [Arguments of checkpoints]
 torch's non-reentrant checkpoints save their arguments for the recomputation, and hooks of saved tensors, such as those
 of a checkpoint around it, return plain tensors. The layouts are stored beside them.
+
+Note [Backward hooks of modules]
+``register_full_backward_hook`` and ``register_full_backward_pre_hook`` are hooks of graph nodes that torch puts around
+the module, so they would get local gradients. The object that torch makes for each call of a module with such hooks
+notes the layouts of inputs and outputs, and the user's hooks get and return DTensors.
+
+Note [Transforms are not intercepted]
+``torch.func.grad``, ``vjp``, ``vmap`` and so on wrap their arguments in C++, bypassing ``__torch_function__`` and the
+methods of a tensor's class. Inside the transform a DTensor would be a plain tensor of the local shape, and the result
+silently wrong. So the functions of ``torch._functorch`` that wrap are replaced by ones that check the class first.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
 import torch.utils.checkpoint
 from torch.autograd.function import once_differentiable
+from torch.utils.hooks import BackwardHook
 
 from hp_dtensor.functions.modes import replicates_plain
 from hp_dtensor.layout.placements import Replicate
@@ -254,3 +267,133 @@ def install() -> None:
     frame = getattr(torch.utils.checkpoint, "_CheckpointFrame", None)
     if hasattr(frame, "save_inputs") and hasattr(frame, "get_inputs"):  # older versions of torch apply a Function
         _keep_layouts(frame)
+
+
+_hooks: Any = BackwardHook
+_set_up_input, _set_up_output = _hooks.setup_input_hook, _hooks.setup_output_hook
+
+
+def _specs(values: Any) -> Specs:
+    values = values if isinstance(values, tuple) else (values,)
+    return [value._spec if isinstance(value, DTensor) else None for value in values]
+
+
+def _of_inputs(self: Any, args: Any) -> Any:
+    self._layouts = _specs(args)
+    return _set_up_input(self, args)
+
+
+def _of_outputs(self: Any, result: Any) -> Any:
+    inputs, outputs = self._layouts, _specs(result)
+    if any(inputs) or any(outputs):
+        self.user_hooks = [functools.partial(_call, hook, inputs, outputs) for hook in self.user_hooks]
+        self.user_pre_hooks = [functools.partial(_call_before, hook, outputs) for hook in self.user_pre_hooks]
+    return _set_up_output(self, result)
+
+
+def _call(hook: Callable[..., Any], inputs: Specs, outputs: Specs, module: Any, into: Any, out: Any) -> Any:
+    """Call a ``full_backward_hook`` of the user's."""
+    return _local(hook(module, _whole(into, inputs), _whole(out, outputs)), inputs, module)
+
+
+def _call_before(hook: Callable[..., Any], outputs: Specs, module: Any, out: Any) -> Any:
+    """Call a ``full_backward_pre_hook`` of the user's."""
+    return _local(hook(module, _whole(out, outputs)), outputs, module)
+
+
+def _whole(grads: Sequence[Any], specs: Specs) -> tuple[Any, ...]:
+    return tuple(whole_gradient(grad, spec) for grad, spec in zip(grads, specs, strict=True))
+
+
+def _local(grads: Any, specs: Specs, module: Any) -> Any:
+    """Return what a hook returned as autograd goes on with it: this rank's parts, laid out as the gradients arrived."""
+    if grads is None:
+        return None
+    grads = grads if isinstance(grads, tuple) else (grads,)
+    return (
+        tuple(_hook_gradient(grad, spec, module) for grad, spec in zip(grads, specs, strict=False))
+        + grads[len(specs) :]
+    )
+
+
+def _hook_gradient(grad: Any, spec: TensorSpec | None, module: Any) -> Any:
+    if spec is None or grad is None:
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad
+    if not isinstance(grad, DTensor) or grad._spec.shape != spec.shape:
+        kind = "a DTensor" if isinstance(grad, DTensor) else "a plain tensor"
+        raise RuntimeError(
+            f"a backward hook of {type(module).__name__} returned {kind} of shape {tuple(grad.shape)} for the gradient"
+            f" of a DTensor of shape {tuple(spec.shape)} placed {spec.placements}; return a DTensor of that shape, or"
+            " None"
+        )
+    parts = tuple(placement.is_partial() for placement in spec.placements)
+    moved: Any = autograd.convert(grad, autograd.grad_spec(spec), parts if any(parts) else None)
+    part = going_on(moved)
+    if not torch.is_grad_enabled():
+        moved._holds = part
+    return part
+
+
+def install_hooks() -> None:
+    """Let torch's object for a module's call note layouts; called once, when hp_dtensor's torch side is imported."""
+    _hooks.setup_input_hook, _hooks.setup_output_hook = _of_inputs, _of_outputs
+
+
+_functorch: Any = torch._functorch  # type: ignore[attr-defined]
+_WRAPPING = {
+    _functorch.eager_transforms: {
+        "_wrap_for_grad": "grad, vjp, jacrev",
+        "_wrap_functional_tensor": "functionalize",
+    },
+    _functorch.vmap: {"_add_batch_dim": "vmap, jacfwd", "_remove_batch_dim": "vmap, jacfwd"},
+}
+_FORWARD = "_make_dual _unpack_dual"
+
+
+def refuse(transform: str, x: DTensor) -> NoReturn:
+    """Refuse a DTensor as an argument of a transform.
+
+    Args:
+        transform: its name.
+        x: the DTensor.
+    """
+    raise NotImplementedError(
+        f"{transform} of a DTensor of shape {tuple(x._spec.shape)} placed {x._spec.placements} is not supported: the"
+        " transform would see this rank's part as a plain tensor. Use torch.autograd.grad (jacobian and hessian of"
+        " torch.autograd.functional work), hp_dtensor.parallelize_value_and_grad, or transform a function of local"
+        " tensors inside of hp_dtensor.custom_shard"
+    )
+
+
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Tell whether a transform wrapped ``x``."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # type: ignore[attr-defined]
+
+
+def _watched(wrapping: Callable[..., Any], transform: str) -> Callable[..., Any]:
+    @functools.wraps(wrapping)
+    def look(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, DTensor):
+            refuse(f"torch.func ({transform})", x)
+        return wrapping(x, *args, **kwargs)
+
+    return look
+
+
+def watch() -> None:
+    """Make the transforms refuse DTensors; see Note [Transforms are not intercepted]. Called once."""
+    for module, functions in _WRAPPING.items():
+        for name, transform in functions.items():
+            if hasattr(module, name):
+                setattr(module, name, _watched(getattr(module, name), transform))
+
+
+def _dual(func: Any, args: Any, kwargs: Any) -> NoReturn:
+    dtensor = next(value for value in args if isinstance(value, DTensor))
+    refuse("forward-mode differentiation (torch.func.jvp, jacfwd, hessian, forward_ad)", dtensor)
+
+
+def special() -> dict[Any, Any]:
+    """Return the handlers of the functions that create and unpack dual tensors."""
+    names: Any = torch._C._VariableFunctions  # type: ignore[attr-defined]
+    return {getattr(names, name): _dual for name in _FORWARD.split() if hasattr(names, name)}

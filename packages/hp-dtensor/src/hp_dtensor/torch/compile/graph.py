@@ -27,7 +27,7 @@ from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.ops.dispatching import dispatch, special
-from hp_dtensor.torch.ops.dispatching.missing import writes_first
+from hp_dtensor.torch.ops.dispatching.calls import writes_first
 from hp_dtensor.torch.views.moved_view import VIEWS
 
 T = torch.Tensor

@@ -5,12 +5,21 @@ Note [Every rank of both meshes takes part]
     source mesh all the same: its part is empty, of the tensor's dtype and ``requires_grad``, which is what
     ``distribute_tensor`` and ``from_local(..., shape=)`` give outside a mesh. In backward, the gradient goes the same
     way back, so these ranks run backward, too; on a rank outside, operations compute on empty parts.
+
+Note [A pending DTensor]
+On a device with streams a redistribution is issued on a side stream, all steps of it, and the current stream waits for
+it at the result's first use. Until then the result is of a class of its own: whatever reads it (an operation, an
+attribute, a method) comes by that class, which waits and makes it a DTensor like any other. Dispatch looks for DTensor
+itself, so all other tensors pay nothing. Only with interception off does an operation pass the class by;
+``SkipDTensorDispatch`` therefore waits for everything that is pending when it is entered, and inside it nothing becomes
+pending. Autograd runs the redistribution's backward on the side stream, and orders it with the others by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -18,19 +27,146 @@ from typing import Any
 import torch
 
 from hp_dtensor.layout.placements import Placement
-from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, normalize
+from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, grad_spec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.redistribution.transfer import Box, Move, Transfer, plan_transfer
 from hp_dtensor.torch.backward import autograd
+from hp_dtensor.torch.backward.autograd import waiting
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
-from hp_dtensor.torch.moves import pending
-from hp_dtensor.torch.moves.borders import redistribute_in
 from hp_dtensor.torch.moves.redistribute import as_movable, execute
 from hp_dtensor.torch.views.kept import drop
 from hp_platform import get_platform
 from hp_platform.extend import when_groups_end
 
 _impl: Any = torch._C._disabled_torch_function_impl
+
+
+class _InDtypes(torch.autograd.Function):
+    """A move whose value and whose gradient are sent in dtypes of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, src: TensorSpec, dst: TensorSpec, forward: Any, backward: Any) -> Any:
+        ctx.layouts, ctx.dtypes = (src, dst, None), (backward or x.dtype, x.dtype)
+        return execute(x.to(forward or x.dtype), src, dst).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        drop(None)
+        sent, own = ctx.dtypes
+        return autograd.moved_back(grad.to(sent), *ctx.layouts).to(own), None, None, None, None
+
+
+def gradient_as(local: torch.Tensor, spec: TensorSpec, gradient: TensorSpec) -> torch.Tensor:
+    """Return a local tensor of layout ``spec`` whose gradient leaves in the layout ``gradient``."""
+    return autograd.GradientMoved.apply(local, grad_spec(spec), gradient)
+
+
+def redistribute_in(
+    x: DTensor, spec: TensorSpec, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
+) -> DTensor:
+    """``x`` in another layout of its mesh, the value and its gradient sent in dtypes of their own.
+
+    Args:
+        x: a DTensor.
+        spec: the layout.
+        forward_dtype: dtype of the result; None: that of ``x``.
+        backward_dtype: dtype in which the gradient is sent back; None: that of ``x``.
+    """
+    if spec is x._spec:  # nothing is sent
+        cast: Any = x if forward_dtype is None else x.to(forward_dtype)
+        return redistribute(cast, spec)
+    with torch._C.DisableTorchFunctionSubclass():
+        local = _impl(torch.Tensor.view_as, (), (x, x))
+        return wrap(_InDtypes.apply(local, x._spec, spec, forward_dtype, backward_dtype), spec)
+
+
+class PendingDTensor(DTensor):
+    """A DTensor that is being made; a DTensor from its first use on. See Note [A pending DTensor]."""
+
+    def __getattribute__(self, name: str) -> Any:
+        finish(self)
+        return getattr(self, name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        finish(self)
+        return repr(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _pending((args, kwargs)):
+            finish(tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def _pending(value: Any) -> Iterator[torch.Tensor]:
+    if type(value) is PendingDTensor:
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _pending(each)
+    elif isinstance(value, dict):
+        yield from _pending(list(value.values()))
+
+
+def possible(x: DTensor) -> bool:
+    """Tell whether something can run beside the current stream on the device of ``x``, here."""
+    devices = get_platform().devices
+    return devices.capabilities.streams and x.device.type == devices.kind and torch._C._is_torch_function_enabled()
+
+
+def aside(x: DTensor, run: Callable[[], DTensor]) -> DTensor:
+    """Run ``run`` on ``x`` on a side stream.
+
+    Args:
+        x: what ``run`` reads.
+        run: makes a new DTensor.
+
+    Returns:
+        The DTensor, pending.
+    """
+    devices = get_platform().devices
+    module = devices.device_module()
+    side = _side_stream(devices.current_device())
+    side.wait_stream(module.current_stream())
+    with module.stream(side):
+        result = run()
+        event = side.record_event()
+    _keep(x, side)
+    result._ready = event  # type: ignore[attr-defined]
+    result.__class__ = PendingDTensor
+    key = id(result)
+    reference = weakref.ref(result, lambda _: waiting.pop(key, None))
+
+    def ended() -> None:
+        found = reference()
+        if found is not None:
+            finish(found)
+
+    waiting[key] = ended
+    return result
+
+
+def finish(x: torch.Tensor) -> None:
+    """Make the current stream wait for ``x`` if it is pending."""
+    if type(x) is not PendingDTensor:
+        return
+    x.__class__ = DTensor  # type: ignore[assignment]
+    waiting.pop(id(x), None)
+    current = get_platform().devices.device_module().current_stream()
+    current.wait_event(vars(x).pop("_ready"))
+    _keep(x, current)
+
+
+def _keep(x: torch.Tensor, stream: Any) -> None:
+    """Keep the memory of ``x``, even if it is freed, until the work queued on ``stream`` has used it."""
+    _impl(torch.Tensor.record_stream, (), (x, stream))
+
+
+@cache
+def _side_stream(device: Any) -> Any:
+    return get_platform().devices.stream()
+
+
 _MAX_BOXES = 64
 """Up to so many boxes of a move are copied one by one; more are copied through their elements' indices."""
 
@@ -44,8 +180,8 @@ def relayout(
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
     """See ``DTensor.redistribute``."""
-    if async_op and pending.possible(x):
-        return pending.aside(x, lambda: relayout(x, device_mesh, placements, False, forward_dtype, backward_dtype))
+    if async_op and possible(x):
+        return aside(x, lambda: relayout(x, device_mesh, placements, False, forward_dtype, backward_dtype))
     have = x._spec
     if forward_dtype is not None or backward_dtype is not None:
         mesh, target = as_placements(device_mesh, placements, have.mesh, "redistribute")

@@ -1,18 +1,67 @@
-"""The torch functions, each bound to a rule: the one table to look in for what is supported."""
+"""The torch functions, each bound to a rule: the one table to look in for what is supported.
+
+Some shapes of results are known without asking torch, whose meta functions take longer than all the rest of a plan.
+None is the answer where the arguments don't fit: torch is asked then, and says so in its own words.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
+from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.rules.planning import Binding, binding_of
 from hp_dtensor.torch.ops import local
-from hp_dtensor.torch.ops.dispatching import result_shapes
 from hp_dtensor.torch.ops.dispatching.calls import functions_of
-from hp_dtensor.torch.ops.writing import filling
 from hp_platform.torch import heavy
+
+if TYPE_CHECKING:
+    from hp_dtensor.rules.planning import Call
+
+
+Shape = tuple[int, ...]
+
+
+def broadcast(call: Call) -> list[Shape] | None:
+    """Return the shape to which all operands broadcast."""
+    sizes: list[int] = []
+    for spec in call.specs:
+        shape = spec.shape
+        sizes[:0] = [1] * (len(shape) - len(sizes))
+        start = len(sizes) - len(shape)
+        for index, size in enumerate(shape, start):
+            if sizes[index] != size:
+                if 1 not in (sizes[index], size):
+                    return None
+                sizes[index] = size if sizes[index] == 1 else sizes[index]
+    return [tuple(sizes)]
+
+
+def reduced(call: Call) -> list[Shape] | None:
+    """Return the operand's shape without the dims ``dim``, or with size one there."""
+    shape, dim, keepdim = call.specs[0].shape, call.bound["dim"], call.bound["keepdim"]
+    if type(keepdim) is not bool or not (dim is None or type(dim) is int or type(dim) in (tuple, list)):
+        return None
+    try:
+        dims = dims_argument(dim, len(shape))
+    except (IndexError, TypeError):
+        return None
+    if len(set(dims)) != len(dims):
+        return None
+    if keepdim:
+        return [tuple(1 if d in dims else size for d, size in enumerate(shape))]
+    return [tuple(size for d, size in enumerate(shape) if d not in dims)]
+
+
+def linear(call: Call) -> list[Shape] | None:
+    """Return the input's shape with one feature per row of the weight."""
+    shape, weight, *bias = (spec.shape for spec in call.specs)
+    if not shape or len(weight) != 2 or shape[-1] != weight[1] or any(each != weight[:1] for each in bias):
+        return None
+    return [(*shape[:-1], weight[0])]
+
 
 T = torch.Tensor
 BINDINGS: dict[Any, Binding] = {}
@@ -79,17 +128,17 @@ def _bind_pointwise() -> None:
     bind(
         "pointwise", "__iand__ __ior__ __ixor__ __ilshift__ __irshift__ __ipow__ __ifloordiv__ __imod__", in_place=True
     )
-    bind("add", "add sub subtract __add__ __radd__ __sub__", shapes=result_shapes.broadcast)
+    bind("add", "add sub subtract __add__ __radd__ __sub__", shapes=broadcast)
     bind("add", "add_ sub_ subtract_ __iadd__ __isub__", in_place=True)
     bind("copy", "copy_", in_place=True)
-    bind("mul", "mul multiply __mul__ __rmul__", shapes=result_shapes.broadcast)
+    bind("mul", "mul multiply __mul__ __rmul__", shapes=broadcast)
     bind("mul", "mul_ multiply_ __imul__", in_place=True)
     bind(
         "div",
         "div divide true_divide __truediv__ __div__",
         "input other rounding_mode=None",
         "input other",
-        shapes=result_shapes.broadcast,
+        shapes=broadcast,
     )
     bind(
         "div",
@@ -104,7 +153,7 @@ def _bind_pointwise() -> None:
     )
     bind("copy", "clone contiguous positive alias __pos__")
     bind("linear_unary", "neg_ negative_ conj_physical_", in_place=True)
-    bind("pointwise", "fill_ zero_", in_place=True, solve=filling.solve, local=filling.fill)
+    bind("pointwise", "fill_ zero_", in_place=True, solve=local.solve, local=local.fill)
     internal: Any = torch._C
     for wrapper, kernel in ((F.silu, internal._nn.silu), (F.relu, torch.relu)):
         bind("pointwise", wrapper, local=local.unwrapped(kernel))
@@ -119,7 +168,7 @@ def _bind_pointwise() -> None:
 def _bind_products() -> None:
     bind("matmul", "matmul mm bmm mv __matmul__ dot")
     bind("outer", "outer ger")
-    names, shapes = ("input weight bias=None", "input weight bias"), result_shapes.linear
+    names, shapes = ("input weight bias=None", "input weight bias"), linear
     bind("linear", F.linear, *names, local=local.biased, shapes=shapes)
     bind("linear", heavy.linear, *names, local=local.biased, shapes=shapes)
     bind("einsum", torch.einsum, arguments=local.einsum_arguments)
@@ -164,8 +213,8 @@ def _bind_products() -> None:
 
 def _bind_reductions() -> None:
     one = ("input dim=None keepdim=False dtype=None", "input")
-    bind("sum", "sum", *one, shapes=result_shapes.reduced)
-    bind("mean", "mean", *one, local=local.mean, shapes=result_shapes.reduced)
+    bind("sum", "sum", *one, shapes=reduced)
+    bind("mean", "mean", *one, local=local.mean, shapes=reduced)
     bind("amax", "amax", *one)
     bind("amin", "amin", *one)
     bind("product", "prod", *one)

@@ -1,4 +1,4 @@
-"""What a planned call does on local tensors, where the function itself with its own arguments would not do.
+"""Calls on local tensors, where a planned function itself with its own arguments would not do.
 
 Functions here read a ``Call``: those ``…_arguments`` give the rule its arguments, the others return what runs: a
 function, a pair ``(function, arguments after the first)``, a pair ``(function of the list of positional arguments,
@@ -17,6 +17,13 @@ from hp_dtensor.layout.placements import Shard
 from hp_dtensor.layout.sharding import chunk
 from hp_dtensor.rules.library import dims_argument
 from hp_platform import get_platform
+
+if TYPE_CHECKING:
+    from hp_dtensor.rules.planning import Call
+from typing import TYPE_CHECKING
+
+from hp_dtensor.layout.placements import Partial, Replicate
+from hp_dtensor.rules.factors import NoLegalPlacement, Solution
 
 if TYPE_CHECKING:
     from hp_dtensor.rules.planning import Call
@@ -372,5 +379,41 @@ def cross_entropy(call: Call) -> Any:
         for axis in axes:
             get_platform().collectives.all_reduce(count, "sum", group=mesh.get_group(axis))
         return total / count
+
+    return run
+
+
+def solve(call: Call, shapes: list[tuple[int, ...]]) -> Solution:
+    """Keep the written operand's placements; a value that is a DTensor is replicated.
+
+    Raises:
+        NoLegalPlacement: a sum on one axis is a product on another.
+    """
+    written = call.specs[0].placements
+    ops = {p.reduce_op for p in written if isinstance(p, Partial)}
+    if "product" in ops and ops & {"sum", "avg"}:
+        raise NoLegalPlacement(
+            f"no parts of {written} have a given value; reduce_partial() the operand that is written first"
+        )
+    # each part of a sum gets the gradient of the whole sum, see Elsewhere
+    varies = tuple(not p.is_replicate() and not p.is_partial("sum") for p in written)
+    others = len(call.specs) - 1
+    return Solution(
+        (written, *((Replicate(),) * len(written),) * others),
+        ((False,) * len(written), *(varies,) * others),
+        (written,),
+    )
+
+
+def fill(call: Call) -> Any:
+    """Return this rank's fill value; in a partial sum or product only the first rank gets it, the others 0 or 1."""
+    placements, coordinate = call.results[0].placements, call.results[0].mesh.get_coordinate()
+    combined = [a for a, p in enumerate(placements) if p.is_partial("sum") or p.is_partial("product")]
+    if coordinate is None or not any(coordinate[axis] for axis in combined):
+        return None
+    neutral = 1 if any(p.is_partial("product") for p in placements) else 0
+
+    def run(x: torch.Tensor, value: Any = 0) -> torch.Tensor:
+        return x.fill_(Elsewhere.apply(value) + neutral if isinstance(value, torch.Tensor) else neutral)
 
     return run

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
-from hp_dtensor.torch.functions import random
-from hp_dtensor.torch.ops.dispatching import dispatch, missing
+from hp_dtensor.torch.ops import random
+from hp_dtensor.torch.ops.dispatching import calls, dispatch
 from hp_dtensor.torch.ops.dispatching.calls import functions_of, name_of, tensors_of
 from hp_dtensor.torch.ops.dispatching.plain import replicate_plain
 from hp_dtensor.torch.views import moved_view
@@ -78,7 +78,7 @@ def on_whole(func: Any, args: Any, kwargs: Any, *, untold: bool = False) -> Any:
         found = next((full for x, full, *_ in gathered if x is value), None)
         if found is None:
             found = value.full_tensor()
-            own = missing.writes(func) and found.requires_grad and torch.is_grad_enabled()
+            own = calls.writes(func) and found.requires_grad and torch.is_grad_enabled()
             found = found.clone() if own else found  # in a graph, no view of what a function made is written
             gathered.append(
                 (value, found, _state(found, untold or found.is_inference()), own or not value._spec.replicated)

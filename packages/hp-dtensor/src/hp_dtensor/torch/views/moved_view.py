@@ -23,8 +23,7 @@ import torch
 from hp_dtensor.functions.modes import implicit_replication
 from hp_dtensor.layout.placements import Placement
 from hp_dtensor.torch.dtensor import DTensor, redistribute
-from hp_dtensor.torch.ops.dispatching.calls import functions_of, tensors_of
-from hp_dtensor.torch.ops.dispatching.missing import writes_first
+from hp_dtensor.torch.ops.dispatching.calls import functions_of, tensors_of, writes_first
 from hp_dtensor.torch.views.kept import HANDED_OUT
 from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
 from hp_dtensor.torch.views.part_of_view import part_of

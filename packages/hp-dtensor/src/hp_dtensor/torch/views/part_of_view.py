@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.torch.ops.dispatching.missing import writes_first
+from hp_dtensor.torch.ops.dispatching.calls import writes_first
 from hp_dtensor.torch.views.strides import storage_of
 
 _impl: Any = torch._C._disabled_torch_function_impl

@@ -16,7 +16,7 @@ Note [Outputs written in place]
 Note [Gradients by other ways]
     A loss may be made of a tensor that is no output: an activation that a hook kept, the logits of a router. Gathering
     follows use: right after a module's forward comes a mark, a root of each backward pass, which runs before all nodes
-    that the forward made (Note [Marks] in `hp_dtensor.torch.backward.passes`). If the pass comes to a parameter of the
+    that the forward made (Note [Marks] in `hp_dtensor.torch.backward.engine`). If the pass comes to a parameter of the
     group, the group is gathered there. Parameters are the same for all calls, so this holds for the last call, while no
     earlier one waits for its backward; else only the outputs count, and a pass that needs freed parameters is refused:
     their version is another one than that which was saved. So it is with ``torch.autograd.grad`` by inputs alone, of

@@ -3,34 +3,149 @@
 Kernels come in two forms: ``func(*args, **kwargs)``, and ``func(primitive, name, args)`` for the primitives that are
 classes. Those of the second form whose tensors stand in a list (``Stack``, ``AddN``) do not come at all; `install`
 catches them where MindSpore's Python runs them.
+
+Where a view's dim is cut, its elements are sent, so that it is a copy. A write into the view would not reach its
+source, and one into the source would not be seen in the view. On the CPU most writes into a view are lost without
+DTensors, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mindspore import Tensor, ops
-from mindspore._c_expression import NoFallbackGuard  # type: ignore[attr-defined]
+from mindspore._c_expression import (
+    NoFallbackGuard,  # type: ignore[attr-defined]
+    TensorPy,  # type: ignore[attr-defined]
+)
 from mindspore.ops import Primitive, primitive
 
-import hp_dtensor.mindspore.ops.functions
-import hp_dtensor.mindspore.ops.neural  # noqa: F401  (both fill the table)
 from hp_dtensor.functions.modes import replicates_plain
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.mindspore.backward.autograd import alias, local_only
+from hp_dtensor.mindspore import compiled
+from hp_dtensor.mindspore.backward.autograd import alias, convert, local_mode, local_only
 from hp_dtensor.mindspore.dtensor import DTensor, wrap
-from hp_dtensor.mindspore.interop import compiled
-from hp_dtensor.mindspore.ops.dispatching.bindings import BINDINGS
-from hp_dtensor.mindspore.ops.dispatching.plans import Plan, make_plan
-from hp_dtensor.mindspore.ops.drawing import DRAWING, draw
-from hp_dtensor.mindspore.ops.extremes import EXTREMES, extreme
-from hp_dtensor.mindspore.ops.whole import WHOLE, WRITING, on_whole
+from hp_dtensor.mindspore.ops.functions import BINDINGS
+from hp_dtensor.mindspore.ops.special import DRAWING, EXTREMES, WHOLE, WRITING, draw, extreme, on_whole
 from hp_dtensor.rules.factors import NoLegalPlacement
-from hp_dtensor.rules.planning import Call, mesh_of
+from hp_dtensor.rules.planning import Binding, Call, Fix, collect, mesh_of, moved, place
+from hp_platform import get_platform
 from hp_platform.extend import map_nested, when_groups_end
+
+VIEWS = frozenset(
+    """__getitem__ BroadcastTo BroadcastToView Chunk ChunkView ExpandAs ExpandDims ExpandDimsView Flatten
+    FlattenExt Narrow NarrowView Reshape SelectExt SelectExtView Slice Split SplitTensor SplitTensorView
+    SplitWithSize SplitWithSizeView Squeeze Transpose TransposeExtView TransposeView DeprecatedTranspose
+    Unstack UnstackExt UnstackExtView View""".split()
+)
+"""Kernels whose results are views."""
+
+
+def note_view(source: Any, views: Sequence[Any], name: str, *, copied: bool) -> None:
+    """Remember that ``views`` are those of ``source``.
+
+    Args:
+        source: what the kernel was called on.
+        views: its results.
+        name: the kernel's name.
+        copied: the elements were sent, so that the views have memory of their own.
+    """
+    for view in views:
+        view._view_by = name
+    if copied:
+        references = source.__dict__.get("_copied_views", ())
+        source._copied_views = [ref for ref in references if ref() is not None] + [weakref.ref(view) for view in views]
+
+
+def before_write(x: Any, name: str) -> None:
+    """Refuse a write into a view, or into what has views that would not see it.
+
+    Args:
+        x: the DTensor that is to be written to.
+        name: what writes.
+
+    Raises:
+        RuntimeError: the write would be lost.
+    """
+    kept = x.__dict__
+    if local_only():
+        return
+    kernel = kept.get("_view_by")
+    if kernel is not None:
+        raise RuntimeError(
+            f"{name}: the DTensor of shape {x._spec.shape} placed {x._spec.placements} is a view made by {kernel},"
+            " through which writes don't reach its source. Write source[index] = value, or write into"
+            " a copy: view.copy()"
+        )
+    if any(ref() is not None for ref in kept.get("_copied_views", ())):
+        raise RuntimeError(
+            f"{name}: the DTensor of shape {x._spec.shape} placed {x._spec.placements} has a view that was gathered"
+            " from its shards and would not see the write. Drop the view first (del), or make it of a"
+            " copy: source.copy()"
+        )
+
+
+@dataclass(slots=True)
+class Plan:
+    """A planned call: moves, the local function, the results' layouts."""
+
+    fixes: list[Fix]
+    outs: list[TensorSpec]
+    local: Any
+    in_place: bool
+    view: bool
+    name: str
+
+    def run(self, run: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the call on operands with the layouts for which the plan was made."""
+        if self.in_place:
+            before_write(args[0], self.name)
+        values, named = moved(self.fixes, args, kwargs, convert)
+        with local_mode():
+            out = (self.local or run)(values, named)
+            if self.in_place and get_platform().devices.kind == "cpu":
+                # On the CPU only a copy is in place: MindSpore's add_ and its kin leave what they are called on as it
+                # was, and return the new values.
+                TensorPy.copy_(args[0], out)
+        if self.in_place:
+            return args[0]
+        if isinstance(out, Tensor):
+            result = wrap(out, self.outs[0])
+            if self.view:
+                note_view(args[0], (result,), self.name, copied=bool(self.fixes))
+            return result
+        flat = [value for value in out if isinstance(value, Tensor)]
+        for value, spec in zip(flat, self.outs, strict=True):
+            wrap(value, spec)
+        if self.view:
+            note_view(args[0], flat, self.name, copied=bool(self.fixes))
+        return out
+
+
+def make_plan(call: Call, binding: Binding) -> Plan:
+    """Plans a call: operands, result shapes, placements, local function.
+
+    Raises:
+        NoLegalPlacement: an in-place call that would have to move what it writes to.
+    """
+    collect(call, binding, DTensor)
+    assert binding.shapes is not None
+    shapes = [tuple(shape) for shape in binding.shapes(call) or ()]
+    fixes = place(call, binding, shapes, [tensor.itemsize for tensor in call.given])
+    return Plan(
+        fixes,
+        call.results,
+        binding.local(call) if binding.local is not None else None,
+        binding.in_place,
+        call.name in VIEWS,
+        call.name,
+    )
+
 
 _PLANS: dict[Any, Plan] = {}
 when_groups_end(_PLANS.clear)

@@ -23,12 +23,11 @@ from hp_dtensor.torch.backward.asking import in_a_mode
 from hp_dtensor.torch.compile.overrides import Override
 from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.dtensor import DTensor
-from hp_dtensor.torch.ops.dispatching import aten, missing
+from hp_dtensor.torch.ops.dispatching import calls
 from hp_dtensor.torch.ops.dispatching.calls import is_operator, name_of, tensors_of
-from hp_dtensor.torch.ops.dispatching.plain import replicate_plain, write_into_plain, writes_plain
+from hp_dtensor.torch.ops.dispatching.plain import replicate_plain, write_into_plain, write_out, writes_plain
 from hp_dtensor.torch.ops.dispatching.plans import Plan, make_plan
 from hp_dtensor.torch.ops.functions import BINDINGS
-from hp_dtensor.torch.ops.writing.results import write_out
 from hp_dtensor.torch.views.overlaps import apart, refuse_overlaps
 from hp_platform.extend import when_groups_end
 
@@ -146,7 +145,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if _compiler._is_compiling_flag or _is_local(func, kwargs):
         return _impl(func, types, args, kwargs or {})
     if is_operator(func) and func not in _SPECIAL and func not in BINDINGS:
-        public = aten.call(func, lambda function: function in _SPECIAL or function in BINDINGS)
+        public = calls.public_call(func, lambda function: function in _SPECIAL or function in BINDINGS)
         if public is not None:
             return public(*args, **(kwargs or {}))
     if kwargs and kwargs.get("out") is not None:
@@ -230,7 +229,7 @@ def _make(func: Any, args: Any, kwargs: Any) -> Any:
             f"{tuple(t.shape)} {t._spec.placements}" for t in tensors_of(args, kwargs) if type(t) is DTensor
         )
         raise NotImplementedError(
-            f"no sharding rule for {name_of(func)} (DTensors: {shown}). {missing.advice(func, args, kwargs)}"
+            f"no sharding rule for {name_of(func)} (DTensors: {shown}). {calls.advice(func, args, kwargs)}"
         )
     mesh_of(func, args, kwargs)
     try:

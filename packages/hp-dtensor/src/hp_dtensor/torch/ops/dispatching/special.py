@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,29 +10,63 @@ import torch.optim.optimizer as optimizers
 from torch.utils import _foreach_utils
 
 from hp_dtensor.layout.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.layout.spec import _rebuild as rebuild_spec
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.mesh.device_mesh import _rebuild as rebuild_mesh
 from hp_dtensor.rules.library import dims_argument
-from hp_dtensor.torch.backward import autograd, engine, scaling, transforms
+from hp_dtensor.torch import checkpoint
+from hp_dtensor.torch.backward import autograd, engine, own_functions
 from hp_dtensor.torch.compile.overrides import Override
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.dtensor import _rebuild as rebuild
-from hp_dtensor.torch.functions import random
-from hp_dtensor.torch.interop import checkpoint
-from hp_dtensor.torch.ops import composites, creation, indexing, lists, whole
+from hp_dtensor.torch.ops import composites, indexing, lists, parallel_loss, random, whole
 from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.ops.dispatching.calls import tensors_of
 from hp_dtensor.torch.ops.functions import bind
-from hp_dtensor.torch.ops.reductions import norms, parallel_loss
 from hp_dtensor.torch.ops.whole import on_whole
-from hp_dtensor.torch.ops.writing import assignment
 from hp_dtensor.torch.views.kept import hand_out
 from hp_dtensor.torch.views.strides import keep, note, on_one_device
 
 _impl: Any = torch._C._disabled_torch_function_impl
-_enabled = torch._C._is_torch_function_enabled
 T = torch.Tensor
+
+
+def new(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.new_zeros(size)`` on x's mesh: laid out as x where it has x's shape, else replicated."""
+    x, spec = args[0], args[0]._spec
+    size_argument = args[1] if len(args) > 1 else kwargs.get("size", ())
+    size = tuple(size_argument) if isinstance(size_argument, (tuple, list)) else args[1:]
+    if func is T.new_tensor or size != spec.shape:
+        out = _impl(func, (), args, kwargs)
+        return wrap(out, TensorSpec.of(spec.mesh, [Replicate()] * spec.mesh.ndim, out.shape))
+    spec = spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
+    rest = args[2:] if isinstance(size_argument, (tuple, list)) else ()
+    return wrap(_impl(func, (), (x, spec.local_shape, *rest), {n: v for n, v in kwargs.items() if n != "size"}), spec)
+
+
+def new_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.new_empty_strided(size, stride)``: as above, where the strides are those of dims in another order."""
+    x, spec, size, stride = args[0], args[0]._spec, tuple(args[1]), tuple(args[2])
+    order = sorted(range(len(size)), key=lambda dim: (stride[dim], -dim))
+    if size != spec.shape or stride != _dense(size, order):
+        out = _impl(func, (), args, kwargs)
+        return wrap(out, TensorSpec.of(spec.mesh, [Replicate()] * spec.mesh.ndim, out.shape))
+    spec = spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
+    order = order if len(order) == len(spec.local_shape) else range(len(spec.local_shape))[::-1]
+    return wrap(_impl(func, (), (x, spec.local_shape, _dense(spec.local_shape, order)), kwargs), spec)
+
+
+def _dense(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps, ``order`` from the innermost dim to the outermost."""
+    strides, step = [1] * len(size), 1
+    for dim in order:
+        strides[dim] = step
+        step *= max(size[dim], 1)
+    return tuple(strides)
+
+
+_enabled = torch._C._is_torch_function_enabled
 _is_leaf = T.is_leaf.__get__  # type: ignore[attr-defined]
 Handler = Callable[[Any, Any, Any], Any]
 
@@ -305,17 +339,17 @@ def install() -> None:
     table.update(whole.special())
     table.update(composites.special())
     table.update(parallel_loss.special())
-    table[torch.linalg.vector_norm] = norms.vector_norm
-    table[torch.norm] = table[torch.functional.norm] = table[T.norm] = norms.norm
-    table[torch.linalg.norm] = norms.linalg_norm
-    table[torch.stack] = norms.stack
+    table[torch.linalg.vector_norm] = lists.vector_norm
+    table[torch.norm] = table[torch.functional.norm] = table[T.norm] = lists.norm
+    table[torch.linalg.norm] = lists.linalg_norm
+    table[torch.stack] = lists.stack
     table[T.__getitem__] = _get_item
     DTensor.__getitem__ = Override(T.__getitem__, _item)  # type: ignore[method-assign,assignment]
     table[T.view_as], table[T.reshape_as], table[T.expand_as] = map(_shaped_as, (T.view, T.reshape, T.expand))
-    table[T.__setitem__] = assignment.set_item
-    table[T.index_put_] = table[torch.index_put_] = assignment.index_put_
-    table[T.index_put] = table[torch.index_put] = assignment.index_put
-    for name, handler in (("select_scatter", assignment.select_scatter), ("slice_scatter", assignment.slice_scatter)):
+    table[T.__setitem__] = indexing.set_item
+    table[T.index_put_] = table[torch.index_put_] = indexing.index_put_
+    table[T.index_put] = table[torch.index_put] = indexing.index_put
+    for name, handler in (("select_scatter", indexing.select_scatter), ("slice_scatter", indexing.slice_scatter)):
         table[getattr(torch, name)] = table[getattr(T, name)] = handler
     for name in "t transpose swapaxes swapdims squeeze unsqueeze".split():
         table[getattr(T, f"{name}_")] = _reshaping(getattr(torch, name))
@@ -324,8 +358,8 @@ def install() -> None:
     table[torch.autograd.backward] = engine.backward
     table[torch.autograd.grad] = engine.grad
     for name in "new_zeros new_ones new_empty new_full new_tensor".split():
-        table[getattr(T, name)] = creation.new
-    table[T.new_empty_strided] = creation.new_strided
+        table[getattr(T, name)] = new
+    table[T.new_empty_strided] = new_strided
     for place in (torch, T):
         for name, complete in (("amax", _amax), ("amin", _amin), ("prod", _prod)):
             table[getattr(place, name)] = _reduced(complete)
@@ -343,13 +377,13 @@ def install() -> None:
             table[getattr(torch, name)] = lists.each
     for types in (optimizers._foreach_supported_types, _foreach_utils._foreach_supported_types):
         types.append(DTensor)  # else torch's optimizers and clipping call functions of one tensor for each
-    table[torch._amp_foreach_non_finite_check_and_unscale_] = scaling.unscale
-    table[torch._foreach_norm], table[torch._foreach_max] = lists.norm, lists.largest
+    table[torch._amp_foreach_non_finite_check_and_unscale_] = engine.unscale
+    table[torch._foreach_norm], table[torch._foreach_max] = lists.foreach_norm, lists.largest
     for name in ("_foreach_mm", "_foreach_powsum"):  # not element by element
         if hasattr(torch, name):
             table[getattr(torch, name)] = lists.one_by_one
     table.update(random.special())
-    table.update(transforms.special())
-    transforms.watch()
+    table.update(own_functions.special())
+    own_functions.watch()
     layouts: list[Any] = [Partial, RaggedShard, Replicate, Shard, StridedShard, DeviceMesh, rebuild_mesh, rebuild_spec]
     torch.serialization.add_safe_globals([*layouts, rebuild])  # what torch.load makes of a file that nobody vouches for

@@ -1,25 +1,37 @@
-"""Distributed Parameters, and the exchange of a Parameter's data in place.
+"""Distributed Parameters and their data, Cells built without memory, and the Cell that communicates.
 
 Note [The shape that a Parameter remembers]
 MindSpore remembers the shape that a Parameter had when a kernel first read it, and several kernels (``Gather``,
 ``Stack``, ``CumSum``) create their gradient in that shape. Setting data of another shape does not change it: values and
 gradients are then wrong, and memory is written beyond its end. Only a change of dtype makes MindSpore forget the shape,
 so the Parameter gets another dtype in between, without elements.
+
+Note [The Cell that communicates]
+There is no global hook for Cells, and autograd does not tell which Cell recorded an operation. In backward the Cell is
+known only if the communicating code names it (`communicate_for`).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import mindspore
-from mindspore import Parameter, ParameterTuple, Tensor, mint, ops
+from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
+from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
+from mindspore.nn.utils import no_init_parameters
 
+from hp_dtensor.debugging.debug import Names, running
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.backward.autograd import local_mode, local_only
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, unwrap, wrap
 from hp_dtensor.mindspore.moves.redistribute import execute
+from hp_platform import get_platform
+from hp_platform.extend import attributed_modules
 
 
 def set_local(parameter: Parameter, local: Tensor) -> None:
@@ -135,3 +147,95 @@ class DParameter(DTensor, Parameter):
             copy = Parameter(data, name=self.name, requires_grad=self.requires_grad)
             memo[id(self)] = wrap(copy, self._spec)
         return memo[id(self)]
+
+
+@contextlib.contextmanager
+def init_empty_weights() -> Iterator[None]:
+    """Build Cells with parameters without values. Shard them, then call ``init_parameters``.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     model = Model()
+        >>> parallelize_module(model, mesh, plan)
+        >>> init_parameters(model)
+    """
+    with no_init_parameters():
+        yield
+
+
+@contextlib.contextmanager
+def init_on_device(device: Any) -> Iterator[None]:
+    """Create parameters of Cells on ``device``: "meta" as in `init_empty_weights`, or the process's own device.
+
+    Raises:
+        ValueError: another device; a MindSpore process has only one.
+    """
+    kind, own = str(device).lower().partition(":")[0], get_platform().devices.kind
+    if kind == "meta":
+        with init_empty_weights():
+            yield
+    elif {"ascend": "npu", "gpu": "cuda"}.get(kind, kind) == own:
+        yield
+    else:
+        raise ValueError(
+            f"init_on_device({device!r}): a MindSpore process has one device, here {own!r}; pass {own!r}, or 'meta' to"
+            " build without memory"
+        )
+
+
+def init_parameters(module: nn.Cell) -> nn.Cell:
+    """Give a Cell that was built by ``init_empty_weights`` its initial values, with only local tensors in memory.
+
+    The values are those of the undistributed Cell, built with the same seed: each parameter's initializer runs for the
+    global tensor, in the order of construction, and the local tensor is kept.
+
+    Args:
+        module: the Cell; parameters that have values keep them.
+    """
+    for parameter in module.get_parameters():
+        if not parameter.has_init:
+            continue
+        if not isinstance(parameter, DParameter):
+            parameter.init_data()
+            continue
+        spec = parameter._spec
+        plain = unwrap(parameter)
+        try:
+            plain.init_data()  # type: ignore[attr-defined]
+            replicated = spec.with_placements([Replicate()] * spec.mesh.ndim)
+            set_local(plain, execute(plain.copy(), replicated, spec))
+        finally:
+            wrap(plain, spec)
+    return module
+
+
+def named_modules(module: nn.Cell) -> dict[str, nn.Cell]:
+    """List all Cells inside, the Cell itself among them, each under every name that it has."""
+    return dict(_walk(module, ""))
+
+
+def _walk(cell: nn.Cell, prefix: str) -> Iterator[tuple[str, nn.Cell]]:
+    yield prefix, cell
+    for name, child in cell.name_cells().items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}.{name}" if prefix else name)
+
+
+class Modules:
+    """The running Cells, read from the frames."""
+
+    def __init__(self) -> None:
+        self._names = Names(named_modules)
+
+    def start(self) -> None:
+        """Do nothing: Cells have no hooks."""
+
+    def stop(self) -> None:
+        """Do nothing: Cells have no hooks."""
+
+    def place(self, frame: FrameType) -> tuple[str, str]:
+        """Return phase and Cell of the program at this frame."""
+        attributed = attributed_modules()
+        if _pynative_executor.get_current_autodiff_engine_id() != -1:
+            return "backward", self._names.of(attributed)
+        return "forward", self._names.of(attributed or running(frame, nn.Cell))

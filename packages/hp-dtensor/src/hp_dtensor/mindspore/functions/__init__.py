@@ -1,1 +1,0 @@
-"""A user's own functions and rules on MindSpore."""

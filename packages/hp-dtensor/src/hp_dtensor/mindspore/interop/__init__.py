@@ -1,1 +1,0 @@
-"""Code of MindSpore that would take a DTensor for its local tensor."""

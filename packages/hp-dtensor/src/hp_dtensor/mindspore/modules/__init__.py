@@ -1,1 +1,0 @@
-"""Cells of DTensors on MindSpore."""

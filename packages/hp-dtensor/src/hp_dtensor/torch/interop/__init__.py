@@ -1,1 +1,0 @@
-"""Libraries of torch that see DTensors."""

@@ -1,1 +1,0 @@
-"""Reductions over shards that are not a function of each by itself: norms and losses."""

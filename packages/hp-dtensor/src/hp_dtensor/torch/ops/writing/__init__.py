@@ -1,1 +1,0 @@
-"""Writes into DTensors: assignments, fills and `out=`."""
