@@ -25,9 +25,8 @@ from torch import nn
 from hp_dtensor import RaggedShard, init_device_mesh
 from hp_fsdp import fully_shard
 from hp_optim import AdamW, AdamW8bit, Muon, SwapOptimizerConfig, swap_optimizer
-from hp_optim.muon.newton_schulz import NS_VARIANTS
 from hp_optim.muon.ownership import Placed, assign
-from hp_optim.muon.rules import split
+from hp_optim.muon.rules import NS_VARIANTS, split
 from hp_optim.torch.newton_schulz import orthogonalize
 from hp_platform import collectives, count_collectives, get_platform
 

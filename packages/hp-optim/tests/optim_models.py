@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_optim.muon.newton_schulz import NS_VARIANTS
+from hp_optim.muon.rules import NS_VARIANTS
 
 
 class Experts(nn.Module):

@@ -18,7 +18,6 @@ from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor
 from hp_dtensor.extend import boxes
 from hp_fsdp import fully_shard, get_optimizer_state_dict, set_optimizer_state_dict
 from hp_optim import AdamW, AdamW8bit
-from hp_optim.eight_bit import leaves_blocks_whole
 from hp_optim.torch.states.quantized import (
     _compiled,
     decoded_mean,
@@ -26,6 +25,7 @@ from hp_optim.torch.states.quantized import (
     dithers,
     encoded_mean,
     encoded_square,
+    leaves_blocks_whole,
     nearest,
 )
 from hp_testing import device_type, on_ranks

@@ -11,7 +11,7 @@ from optim_models import net, whole_gradients
 from torch import nn
 
 from hp_optim import AdamW, ChainedOptimizer, Muon, get_hyper_lr_scheduler, get_hyper_optimizer
-from hp_optim.splitting import default_patterns
+from hp_optim.chained import default_patterns
 
 pytestmark = pytest.mark.framework("torch")
 MATRICES = ["first.weight", "experts.*", "qkv.weight", "out.weight"]

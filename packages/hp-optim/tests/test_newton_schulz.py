@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hp_optim.muon.newton_schulz import NS_VARIANTS, Orthogonalization
+from hp_optim.muon.rules import NS_VARIANTS, Orthogonalization
 from hp_optim.torch.newton_schulz import compute_dtype, orthogonalize
 
 pytestmark = pytest.mark.framework("torch")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hp_optim.muon.newton_schulz import _POLAR_EXPRESS, _SAFETY, NS_VARIANTS
+from hp_optim.muon.rules import _POLAR_EXPRESS, _SAFETY, NS_VARIANTS
 
 CUSHION = 0.02407327424182761
 Triple = tuple[float, float, float]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hp_optim.muon.metadata_exchange import Relays
+from hp_optim.muon.ownership import Relays
 
 
 @pytest.mark.parametrize("places", [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 17, 64, 90])

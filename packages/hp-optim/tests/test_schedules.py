@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hp_optim import get_hyper_lr_scheduler
-from hp_optim.schedules import Schedule
+from hp_optim.lr_schedulers import Schedule
 
 STEPS = np.arange(1001, dtype=np.float64)
 DECAYS = {

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hp_optim.chained import ChainedOptimizer
-from hp_optim.lr_schedulers import LRScheduler, LRSchedulersContainer, get_hyper_lr_scheduler
-from hp_optim.muon.newton_schulz import NS_VARIANTS
-from hp_optim.muon.rules import HEAD_WISE_PATTERNS, MatrixRule
-from hp_optim.schedules import Schedule
-from hp_optim.splitting import get_hyper_optimizer
+from hp_optim.chained import ChainedOptimizer, get_hyper_optimizer
+from hp_optim.lr_schedulers import LRScheduler, LRSchedulersContainer, Schedule, get_hyper_lr_scheduler
+from hp_optim.muon.rules import HEAD_WISE_PATTERNS, NS_VARIANTS, MatrixRule
 from hp_optim.swapping import SwapOptimizerConfig, swap_optimizer
 from hp_platform.extend import lazy_exports
 

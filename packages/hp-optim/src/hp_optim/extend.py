@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hp_optim.schedules import decayed
-from hp_optim.splitting import default_patterns, is_hidden_matrix
+from hp_optim.chained import default_patterns, is_hidden_matrix
+from hp_optim.lr_schedulers import decayed
 
 __all__ = ["decayed", "default_patterns", "is_hidden_matrix"]

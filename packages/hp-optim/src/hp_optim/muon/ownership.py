@@ -1,4 +1,4 @@
-"""Which rank orthogonalizes which matrix, and what all ranks send each other for it. Pure: shapes, layouts, ranks.
+"""Ownership: the rank that orthogonalizes each matrix, and what ranks send each other for it, from shapes and layouts.
 
 Note [Owners]
     Each matrix is computed by one rank, its *owner*: an all-to-all brings it the pieces, another one takes the result
@@ -8,6 +8,12 @@ Note [Owners]
     where there is none. Replicas have the same pieces, so they share the work. The result does not depend on the
     owner. Only the ranks of its mesh know of a parameter (those of another pipeline stage, or of another slice of
     the mesh, don't), so the work is balanced among the parameters whose meshes have the same ranks.
+
+Note [Relays]
+    That a gradient is missing, or not finite, on one rank concerns all of them. If each told each, there would be a
+    message between any two of them, where ragged shards need a few. So ranks are numbered row by row in a square: in
+    the first exchange each tells those of its row, in the second one each tells its column what its row knows. Of a
+    last row that is shorter, members stand in for the columns that it lacks.
 """
 
 from __future__ import annotations
@@ -17,10 +23,14 @@ import heapq
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isqrt
+from typing import Any
 
-from hp_dtensor import Placement
+from hp_dtensor import DeviceMesh, Placement
+from hp_dtensor.extend import axis_within, in_one_root
 from hp_optim.muon.pieces import Part, Region, joined, paired, parts_of
-from hp_optim.muon.rules import Matrix
+from hp_optim.muon.rules import Matrix, Orthogonalization
+from hp_platform.extend import own_rank
 
 SLACK = 0.02
 """How much more than it must a rank may have to do to keep matrices where they are, as a part of the mean work."""
@@ -298,3 +308,107 @@ def _ranks(placed: Placed, part: Part) -> list[int]:
 def _shifted(region: Region, by: int) -> Region:
     """Return a region of a matrix as one of the batch that has the matrix at an offset."""
     return Region(region.start + by, region.length, None, region.block, region.offsets, region.sizes)
+
+
+@dataclass(frozen=True)
+class Relays:
+    """To which places a rank sends what it knows, and from which it hears.
+
+    Attributes:
+        first_to: for each place, whether this rank sends to it in the first exchange.
+        first_from: the same of what arrives.
+        second_to: of the second exchange.
+        second_from: the same of what arrives.
+    """
+
+    first_to: tuple[bool, ...]
+    first_from: tuple[bool, ...]
+    second_to: tuple[bool, ...]
+    second_from: tuple[bool, ...]
+
+    @staticmethod
+    def of(place: int, places: int) -> Relays:
+        """Return those of a place among so many; see Note [Relays]."""
+        width = isqrt(places - 1) + 1
+
+        def speaks(source: int, target: int) -> bool:
+            row, column = divmod(source, width)
+            return source != target and target % width % min(width, places - row * width) == column
+
+        row = tuple(other // width == place // width and other != place for other in range(places))
+        return Relays(
+            row,
+            row,
+            tuple(speaks(place, other) for other in range(places)),
+            tuple(speaks(other, place) for other in range(places)),
+        )
+
+
+def placed_as(
+    name: str, shape: Sequence[int], spec: Any, matrices: tuple[Matrix, ...], settings: Orthogonalization
+) -> Placed:
+    """Describe a parameter to the planner.
+
+    Args:
+        name: for errors.
+        shape: of a plain parameter; that of a DTensor is its spec's.
+        spec: of a DTensor; None for a plain parameter.
+        matrices: of which it is made.
+        settings: of its orthogonalization.
+
+    Raises:
+        ValueError: a partial parameter.
+    """
+    if spec is None:
+        return Placed(name, tuple(shape), matrices, (own_rank(),), (), (), settings)
+    if spec.partial:
+        raise ValueError(f"Muon: parameter {name!r} is placed {spec.placements}: reduce it before it is trained")
+    ranks = tuple(spec.mesh.ranks.reshape(-1).tolist())
+    return Placed(name, tuple(spec.shape), matrices, ranks, tuple(spec.mesh.shape), spec.placements, settings)
+
+
+def owner_plan(placed: Sequence[Placed], meshes: set[DeviceMesh]) -> OwnerPlan:
+    """Choose the owners of parameters' matrices.
+
+    Args:
+        placed: see `placed_as`.
+        meshes: of these parameters.
+
+    Raises:
+        ValueError: the meshes are parts of different meshes.
+    """
+    return assign(placed, world_of(meshes) or [own_rank()])
+
+
+def world_of(meshes: set[DeviceMesh]) -> list[int]:
+    """List the ranks of all meshes, alike on all of them: of the smallest mesh that has them all.
+
+    Args:
+        meshes: of an optimizer's parameters.
+
+    Raises:
+        ValueError: none of them has all ranks, and they are not slices, by name, of one mesh.
+    """
+    sets = {mesh: frozenset(mesh.ranks.reshape(-1).tolist()) for mesh in meshes}
+    for ranks in sets.values():
+        if all(other <= ranks for other in sets.values()):
+            return sorted(ranks)
+    return sorted(_around(meshes).ranks.reshape(-1).tolist()) if meshes else []
+
+
+def _around(meshes: set[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh of the axes of all meshes; of axes that others were made of, the larger ones."""
+    ordered = sorted(meshes, key=lambda mesh: (-mesh.ndim, mesh.mesh_dim_names or ()))
+    slices = in_one_root(ordered)
+    if slices is None or any(mesh.mesh_dim_names is None for mesh in slices):
+        other = next((mesh for mesh in ordered if in_one_root([ordered[0], mesh]) is None), ordered[-1])
+        raise ValueError(
+            f"Muon: parameters are on {other} and on {ordered[0]}; one of them must have all ranks, or both must be"
+            " slices, by name, of one mesh"
+        )
+    axes = [mesh[name] for mesh in slices for name in mesh.mesh_dim_names or ()]
+    chosen: list[DeviceMesh] = []
+    for axis in sorted(axes, key=lambda axis: -axis.size()):
+        if not axis_within(axis._axes[0], [one._axes[0] for one in chosen]):
+            chosen.append(axis)
+    return DeviceMesh._concatenate(chosen)

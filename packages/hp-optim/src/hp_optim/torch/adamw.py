@@ -10,11 +10,9 @@ import torch
 
 from hp_dtensor.torch.extend import refuse_foreign
 from hp_optim.options import broken_gradient, check_group, check_once, check_options, parameter_names
-from hp_optim.roster import Roster
 from hp_optim.torch.finiteness import broken_gradients
 from hp_optim.torch.states.blocks import Block, Members, Resident
-from hp_optim.torch.states.copies import compact
-from hp_optim.torch.states.loaded import Moved, begin_anew
+from hp_optim.torch.states.loaded import Moved, Roster, begin_anew, compact
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _KEPT = ("skip_nonfinite", "_places", "_step_supports_amp_scaling")
@@ -170,7 +168,7 @@ class AdamW(torch.optim.AdamW):
         return parameter.dtype, parameter.device
 
     def _complete(self) -> list[Block]:
-        """Return what all parameters are in; see Note [Roster] in `hp_optim.roster`."""
+        """Return what all parameters are in; see Note [Roster] in `hp_optim.torch.states.loaded`."""
         got_memory = self._without_memory and not all(each.is_meta for each in self._without_memory)
         if got_memory or not self._roster.holds(self.param_groups, self.state):
             self._renew()

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.extend import DTensor
-from hp_optim.eight_bit import BLOCK, CODED_NUMEL, check_blocks
 from hp_optim.options import parameter_names
 from hp_optim.torch.adamw import AdamW
 from hp_optim.torch.states.blocks import Block, Members, Resident, view_like, wrapped_like
 from hp_optim.torch.states.loaded import INTO_ANY_LAYOUT
+from hp_optim.torch.states.momenta import held, release
 from hp_optim.torch.states.quantized import (
+    BLOCK,
+    CODED_NUMEL,
+    check_blocks,
     decoded_mean,
     decoded_square,
     dithers,
@@ -23,7 +26,6 @@ from hp_optim.torch.states.quantized import (
     nearest,
     update,
 )
-from hp_optim.torch.states.transfers import held, release
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _CODES = {"exp_avg": "exp_avg_code", "exp_avg_sq": "exp_avg_sq_code"}

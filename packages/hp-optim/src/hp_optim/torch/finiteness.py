@@ -1,4 +1,4 @@
-"""Gradients that are infinite or not a number, on any rank."""
+"""Gradients that are infinite or not a number on any rank, and hyperparameters as ranks compare them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,34 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.extend import DTensor
-from hp_optim.agreement import agree_on
-from hp_optim.muon.world import world_of
-from hp_optim.options import parameter_names
-from hp_optim.torch.agreement import told
-from hp_optim.torch.exchanges.layouts import local_device
+from hp_optim.muon.ownership import world_of
+from hp_optim.options import agree_on, parameter_names
+from hp_optim.torch.exchanges.bucket import local_device
 from hp_platform import collectives, get_platform
+
+_TOLD = ("lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
+
+
+def told(number: int, group: Mapping[str, Any]) -> str:
+    """Describe hyperparameters of a group that are no part of a plan, the same for the same numbers.
+
+    Args:
+        number: of the group.
+        group: with its hyperparameters.
+    """
+    return f"group {number} with " + ", ".join(f"{key}={_shown(group[key])}" for key in _TOLD if key in group)
+
+
+def _shown(value: Any) -> str:
+    """Return a hyperparameter as ranks compare it: the last bits may differ where their processors do."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            return "a tensor"  # reading it would wait for the device
+        value = value.item()
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_shown, value))})"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+
 
 _LARGEST = 2**24 - 1
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]

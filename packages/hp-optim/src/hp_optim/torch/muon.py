@@ -11,20 +11,32 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from hp_dtensor.torch.extend import refuse_foreign
-from hp_optim.agreement import agree_on
-from hp_optim.muon.newton_schulz import Orthogonalization
-from hp_optim.muon.rules import MatrixRule, all_rules, rule_of, split
-from hp_optim.muon.world import world_of
-from hp_optim.options import check_group, check_once, check_options, muon_defaults, parameter_names, sparse_gradient
-from hp_optim.roster import Roster
-from hp_optim.torch.agreement import told
-from hp_optim.torch.exchanges.bucket import Bucket, Member
-from hp_optim.torch.exchanges.layouts import device_for, is_distributed, layout_of, local_device, meshes_of, placed_on
-from hp_optim.torch.exchanges.plans import Look, Plan
-from hp_optim.torch.states.copies import compact
-from hp_optim.torch.states.loaded import begin_anew, check_state
-from hp_optim.torch.states.momenta import Momenta
-from hp_optim.torch.states.transfers import release
+from hp_optim.muon.ownership import world_of
+from hp_optim.muon.rules import MatrixRule, Orthogonalization, all_rules, rule_of, split
+from hp_optim.options import (
+    agree_on,
+    check_group,
+    check_once,
+    check_options,
+    muon_defaults,
+    parameter_names,
+    sparse_gradient,
+)
+from hp_optim.torch.exchanges.bucket import (
+    Bucket,
+    Look,
+    Member,
+    Plan,
+    device_for,
+    is_distributed,
+    layout_of,
+    local_device,
+    meshes_of,
+    placed_on,
+)
+from hp_optim.torch.finiteness import told
+from hp_optim.torch.states.loaded import Roster, begin_anew, check_state, compact
+from hp_optim.torch.states.momenta import Momenta, release
 from hp_platform.extend import own_rank
 
 _plain = torch._C.DisableTorchFunctionSubclass
@@ -186,7 +198,7 @@ class Muon(Optimizer):
         self._places.place(group["params"], self.state)
 
     def _enlist(self) -> None:
-        """Take note of what there is; see Note [Roster] in `hp_optim.roster`."""
+        """Take note of what there is; see Note [Roster] in `hp_optim.torch.states.loaded`."""
         self._members = [
             Member(number, name, parameter, self.state[parameter], self._matrices[parameter])
             for number, group in enumerate(self.param_groups)

@@ -1,4 +1,4 @@
-"""Parameters of Muon that are exchanged together: of one dtype, on one device."""
+"""Buckets: parameters of Muon that are exchanged together, where they are, and what ranks agree on for it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,79 @@ from typing import Any
 import numpy as np
 import torch
 
-from hp_optim.muon.newton_schulz import Orthogonalization
+from hp_dtensor.torch.extend import DTensor, refuse_foreign
+from hp_optim.muon.ownership import OwnerPlan, Placed, assign, placed_as
+from hp_optim.muon.rules import Matrix, Orthogonalization
 from hp_optim.options import broken_gradient
 from hp_optim.torch.exchanges.exchange import Exchanger, Flags
-from hp_optim.torch.exchanges.layouts import placed_on, plan_for
 from hp_optim.torch.newton_schulz import compute_dtype, orthogonalize
+from hp_platform import get_platform
 from hp_platform.extend import own_rank
+
+
+def placed_on(parameter: torch.Tensor, name: str, matrices: tuple[Matrix, ...], settings: Orthogonalization) -> Placed:
+    """Describe a parameter, plain or a DTensor, to the planner; see `hp_optim.muon.ownership.placed_as`.
+
+    Raises:
+        TypeError: a DTensor of torch's own.
+        ValueError: a partial parameter.
+    """
+    refuse_foreign(parameter, f"Muon: parameter {name!r}")
+    return placed_as(name, parameter.shape, layout_of(parameter), matrices, settings)
+
+
+def device_for(parameter: torch.Tensor, meshes: set[Any]) -> torch.device:
+    """Return the device on which matrices are exchanged and computed.
+
+    Args:
+        parameter: one of those on one device.
+        meshes: of all parameters.
+    """
+    device = local_device(parameter)
+    if device.type == "cpu" and any(mesh.device_type != "cpu" for mesh in meshes):
+        device = torch.device(get_platform().devices.current_device())  # offloaded: computed where ranks communicate
+    return device
+
+
+def plan_for(placed: Sequence[Placed], world: Sequence[int]) -> OwnerPlan:
+    """Return the owners.
+
+    Args:
+        placed: see `placed_on`.
+        world: the ranks that exchange.
+
+    Raises:
+        ValueError: a rank can't tell which part of a parameter another has.
+    """
+    try:
+        return assign(placed, world)
+    except ValueError as error:
+        raise ValueError(
+            f"Muon: a layout is not the same on all ranks: {error}. Where fully_shard cuts tensor parallel parts of"
+            " different sizes, make the features divide by the ranks, or shard another dim by shard_placement_fn"
+        ) from error
+
+
+def meshes_of(parameters: Sequence[torch.Tensor]) -> set[Any]:
+    """Return the meshes of those that are DTensors."""
+    return {parameter._spec.mesh for parameter in parameters if isinstance(parameter, DTensor)}
+
+
+def is_distributed(parameter: torch.Tensor) -> bool:
+    """Tell whether several ranks have a part of a parameter."""
+    return isinstance(parameter, DTensor) and parameter._spec.mesh.size() > 1
+
+
+def layout_of(parameter: torch.Tensor) -> Any:
+    """Return the layout of a DTensor, None of a plain tensor."""
+    return parameter._spec if isinstance(parameter, DTensor) else None
+
+
+def local_device(parameter: torch.Tensor) -> torch.device:
+    """Return where a parameter's local tensor is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.device
+
 
 Group = dict[str, Any]
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
@@ -208,3 +275,46 @@ def _add(targets: dict[int, torch.Tensor], gradients: Sequence[Any], numbers: Se
     own = [at for at in numbers if gradients[at] is not None]
     if own:
         torch._foreach_add_([targets[at] for at in own], [gradients[at] for at in own])
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a plan is for.
+
+    Attributes:
+        edition: of the members.
+        trains: whether a parameter is trained, for each.
+        settings: of each group.
+        layouts: of the parameters; they change where experts move to other ranks.
+    """
+
+    edition: int
+    trains: list[bool]
+    settings: list[Orthogonalization]
+    layouts: list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What all ranks have agreed on.
+
+    Attributes:
+        look: what it is for.
+        world: the ranks.
+        buckets: those that several ranks exchange come first.
+        places: of each bucket, the numbers of its members.
+        groups: those with members that several ranks exchange.
+        lines: a description of what ranks exchange, the same on all of them.
+    """
+
+    look: Look
+    world: list[int]
+    buckets: list[Bucket]
+    places: list[list[int]]
+    groups: list[int]
+    lines: list[str]
+
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks exchange something."""
+        return self.buckets[0].shared if self.buckets else False

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hp_optim.muon.metadata_exchange import Relays
-from hp_optim.muon.ownership import OwnerPlan
+from hp_optim.muon.ownership import OwnerPlan, Relays
 from hp_optim.muon.pieces import Region
 from hp_platform import collectives, get_platform
 

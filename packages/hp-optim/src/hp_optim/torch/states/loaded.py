@@ -1,8 +1,17 @@
-"""States that come from outside: loaded, set by a program, or left from when a parameter had another shape."""
+"""States and groups that programs load, set, copy or replace, or that are left from when a parameter had another shape.
+
+Note [Roster]
+    Programs write into ``param_groups`` and ``state``: new parameters in a group's list, another dictionary in place of
+    a group, states that are dropped or replaced. An optimizer that reads both at each step sees it. Ours keep memory
+    and plans from step to step, for the objects that there were, so each step begins by comparing these, by identity:
+    another parameter may have equal values.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -125,3 +134,65 @@ def told(facts: tuple[torch.Size, torch.dtype, torch.device]) -> str:
     """Describe what `facts_of` returns."""
     shape, dtype, device = facts
     return f"{dtype} of shape {tuple(shape)} on {device}"
+
+
+def compact(state: Mapping[Any, dict[str, Any]]) -> defaultdict[Any, dict[str, Any]]:
+    """Return states with memory of their own: pickle would write all of a buffer for each view of it.
+
+    Args:
+        state: an optimizer's.
+    """
+    with torch.no_grad():
+        return defaultdict(dict, {key: dict(zip(own, map(_own, own.values()))) for key, own in state.items()})
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+_NOTHING: Mapping[Any, Any] = {}
+
+
+class Roster:
+    """The groups, parameters and states of an optimizer at one time; see Note [Roster].
+
+    Args:
+        groups: its ``param_groups``.
+        state: by parameters.
+
+    Attributes:
+        groups: the dictionaries.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]] = (), state: Mapping[Any, Any] = _NOTHING) -> None:
+        self.groups = list(groups)
+        self._parameters = [list(group["params"]) for group in groups]
+        self._keys, self._states = list(state), list(state.values())
+
+    def holds(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> bool:
+        """Tell whether groups, parameters and states are those of this roster, in its order.
+
+        Args:
+            groups: as they are now.
+            state: as it is now.
+        """
+        return (
+            len(groups) == len(self.groups)
+            and all(map(is_, groups, self.groups))
+            and all(map(self.has, range(len(groups)), groups))
+            and len(state) == len(self._keys)
+            and all(map(is_, state, self._keys))
+            and all(map(is_, state.values(), self._states))
+        )
+
+    def has(self, number: int, group: Mapping[str, Any]) -> bool:
+        """Tell whether a group has the parameters that the group of this number had.
+
+        Args:
+            number: of the group.
+            group: as it is now.
+        """
+        if number >= len(self._parameters):
+            return False
+        now, before = group["params"], self._parameters[number]
+        return len(now) == len(before) and all(map(is_, now, before))

@@ -18,11 +18,10 @@ import torch
 from hp_optim.options import parameter_names
 from hp_optim.swapping import CopyLink, SwapOptimizerConfig, check_state_keys, cut_in_slices
 from hp_optim.torch.adamw import AdamW
-from hp_optim.torch.exchanges.layouts import local_device
+from hp_optim.torch.exchanges.bucket import local_device
 from hp_optim.torch.muon import Muon
 from hp_optim.torch.states.blocks import Block, Members
-from hp_optim.torch.states.momenta import SwappedMomenta
-from hp_optim.torch.states.transfers import Event, Pairs, Transfers, aligned, held, part, release
+from hp_optim.torch.states.momenta import Event, Pairs, SwappedMomenta, Transfers, aligned, held, part, release
 from hp_platform import get_platform
 
 _plain = torch._C.DisableTorchFunctionSubclass
