@@ -1,6 +1,6 @@
 """Count the source: lines and files by package and wing, import circles, and contracts that no tool sees.
 
-It also finds closures that call themselves: Note [No closure calls itself] in `hp_platform.values.nested`.
+It also finds closures that call themselves: Note [No closure calls itself] in `hp_platform.values`.
 
     python docs/structure.py            the working tree
     python docs/structure.py REVISION   a commit, tag or branch

@@ -17,7 +17,7 @@ from hp_dtensor import DTensor, Layout, Partial, Replicate, Shard, distribute_te
 from hp_dtensor.creation.sharding_plan import shard_module
 from hp_dtensor.debugging.debug import Collective, CommDebugMode, Total
 from hp_platform import get_platform
-from hp_platform.communication.observing import observers
+from hp_platform.communication.checks import observers
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")

@@ -148,7 +148,7 @@ def raw_step_of(
 
 def collectives_of(step: Callable[[], float]) -> list[tuple[str, int]]:
     """Kind and bytes of each collective that one of our steps issues."""
-    from hp_platform.communication.observing import observers
+    from hp_platform.communication.checks import observers
 
     issued: list[tuple[str, int]] = []
     observers.append(lambda kind, size, group: issued.append((kind, size)))

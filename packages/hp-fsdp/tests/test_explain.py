@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.debugging.debug import CommDebugMode
 from hp_fsdp import MixedPrecisionPolicy, explain, fully_shard, watch_activations
-from hp_platform.communication.observing import count_collectives
+from hp_platform.communication.checks import count_collectives
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")

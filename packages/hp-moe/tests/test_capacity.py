@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import init_device_mesh
 from hp_moe import Drops, ExpertParallel, GroupedExperts, report_drops
-from hp_platform.communication.observing import observers
+from hp_platform.communication.checks import observers
 from hp_styles import parallelize_module
 from hp_testing import device_type, on_ranks
 

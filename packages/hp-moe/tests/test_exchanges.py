@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hp_dtensor import init_device_mesh
 from hp_moe import ExpertParallel, FeedForward, GroupedExperts, MoE, overlap_experts
-from hp_platform.communication.observing import observers
+from hp_platform.communication.checks import observers
 from hp_styles import parallelize_module
 from hp_testing import device_type, on_ranks
 

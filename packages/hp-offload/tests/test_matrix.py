@@ -17,7 +17,7 @@ from hp_dtensor import implicit_replication, init_device_mesh
 from hp_fsdp import fully_shard
 from hp_offload import CheckpointPolicy, checkpoint_exclude_wrapper, checkpoint_wrapper, swap_wrapper
 from hp_platform import get_platform
-from hp_platform.communication.observing import observers
+from hp_platform.communication.checks import observers
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import DeferredGradients, mark
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module

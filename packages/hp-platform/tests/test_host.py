@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hp_platform.platforms.host import wait_for_threads
+from hp_platform.platforms.launchers import wait_for_threads
 from hp_testing import on_ranks
 
 NAME, SET_NAME = "hp-testing-waits", 15  # PR_SET_NAME; Linux keeps 15 characters

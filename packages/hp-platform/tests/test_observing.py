@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hp_platform.communication.observing import attribute_to, attributed_modules, begin, observers
+from hp_platform.communication.checks import attribute_to, attributed_modules, begin, observers
 
 
 @pytest.fixture

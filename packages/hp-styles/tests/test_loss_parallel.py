@@ -22,7 +22,7 @@ from hp_dtensor import (
     init_device_mesh,
 )
 from hp_platform import count_collectives
-from hp_platform.communication.observing import observers
+from hp_platform.communication.checks import observers
 from hp_styles import ColwiseParallel, loss_parallel, parallelize_module
 from hp_testing import device_type, on_ranks
 

@@ -20,7 +20,7 @@ from hp_pipeline import (
     ScheduleInterleaved1F1B,
     placed,
 )
-from hp_platform.communication.observing import observers
+from hp_platform.communication.checks import observers
 from hp_styles import parallelize_module
 from hp_testing import device_type, on_ranks
 

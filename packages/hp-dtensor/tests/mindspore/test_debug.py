@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, mint, nn
 from hp_dtensor import Layout, parallelize_value_and_grad
 from hp_dtensor.creation.sharding_plan import shard_module
 from hp_dtensor.debugging.debug import CommDebugMode, Total
-from hp_platform.communication.observing import observers
+from hp_platform.communication.checks import observers
 from hp_testing import on_ranks
 
 BYTES = 4 * 6 * 4

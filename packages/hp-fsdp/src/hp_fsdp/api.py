@@ -92,7 +92,7 @@ def fully_shard(
             micro-batch. Each micro-batch's loss must be computed alike, so give it the weight that it has in the global
             batch: ``loss / micro_batches_of_all_ranks`` with ``set_reduce_op_type("sum")``; the number of threads
             matters as well. Before the last backward pass of a step a rank keeps the unsharded gradients of each of its
-            micro-batches; in the last one their sums are exchanged, see `hp_platform.values.tree_sum`.
+            micro-batches; in the last one their sums are exchanged, see `hp_platform.values`.
         dp_mesh_dims: names of the axes of data parallelism, if ``mesh`` has others: a `DataParallelMeshDims`, or
             torch's. Default: all axes of ``mesh``.
 

@@ -5,7 +5,7 @@ Everything is reached through `get_platform()`; no framework is imported before 
 
 from __future__ import annotations
 
-from hp_platform.communication.observing import CollectiveCounts, count_collectives
+from hp_platform.communication.checks import CollectiveCounts, count_collectives
 from hp_platform.failures.debugging import breakpoint
 from hp_platform.failures.peers import LostRankError
 from hp_platform.failures.watching import watch_hangs

@@ -13,6 +13,8 @@ from typing import Any
 
 from hp_platform import groups
 from hp_platform.communication.checks import (
+    Observed,
+    begin,
     check_complex,
     check_pair,
     check_peer,
@@ -20,10 +22,10 @@ from hp_platform.communication.checks import (
     gather_mismatch,
     integer_average,
     not_contiguous,
+    observers,
     scatter_mismatch,
     unknown_op,
 )
-from hp_platform.communication.observing import Observed, begin, observers
 from hp_platform.failures import flight
 from hp_platform.port import Collectives, Group, Groups, Handle, Tensor, port
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from hp_platform.platforms.host import memory_bytes, peak_resident_bytes, processor_name, reset_peak_resident_bytes
+from hp_platform.platforms.launchers import memory_bytes, peak_resident_bytes, processor_name, reset_peak_resident_bytes
 from hp_platform.platforms.ports import choose_kind
 from hp_platform.port import Capabilities, port
 

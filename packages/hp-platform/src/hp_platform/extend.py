@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from hp_platform.communication.agreement import agree, describe, gather_bytes, share_bytes
-from hp_platform.communication.observing import attribute_to, attributed_modules, observers
+from hp_platform.communication.checks import attribute_to, attributed_modules, observers
 from hp_platform.failures.debugging import TERMINAL, inspect_error, open_debugger
 from hp_platform.failures.flight import Flight, beating, note_step, read_flight, record_flight
-from hp_platform.failures.hang_reports import (
+from hp_platform.failures.hangs import (
     ask_for_stacks,
     describe_hang,
+    find_hang,
     has_ended,
     last_operation,
     process_state,
     send_signal,
 )
-from hp_platform.failures.hangs import find_hang
 from hp_platform.failures.peers import FailedRankError
 from hp_platform.groups import init_on_this_machine, own_rank, when_groups_end
-from hp_platform.platforms.host import end_with_parent, watch_parent
 from hp_platform.platforms.launchers import (
     Place,
+    end_with_parent,
     inside_launcher,
     launch_command,
     launcher_place,
@@ -27,6 +27,7 @@ from hp_platform.platforms.launchers import (
     say_once,
     speaks_for_ranks,
     tell_torchrun,
+    watch_parent,
 )
 from hp_platform.platforms.ports import (
     DEVICE,
@@ -39,8 +40,7 @@ from hp_platform.platforms.ports import (
     platform_name,
     wanted_platform,
 )
-from hp_platform.values.nested import map_nested
-from hp_platform.values.tree_sum import TreeSum, subtrees
+from hp_platform.values import TreeSum, map_nested, subtrees
 
 __all__ = [
     "DEVICE",

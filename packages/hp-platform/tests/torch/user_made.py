@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hp_platform import LostRankError, destroy_process_group, get_platform
-from hp_platform.communication.observing import observers
+from hp_platform.communication.checks import observers
 from hp_platform.torch import peers
 
 

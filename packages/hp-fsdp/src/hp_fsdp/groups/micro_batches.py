@@ -1,4 +1,4 @@
-"""A rank's own micro-batches of a step: Note [The tree over micro-batches] in `hp_platform.values.tree_sum`."""
+"""A rank's own micro-batches of a step: Note [The tree over micro-batches] in `hp_platform.values`."""
 
 from __future__ import annotations
 

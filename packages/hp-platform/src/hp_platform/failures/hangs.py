@@ -1,4 +1,4 @@
-"""The rank that the others wait for, found by comparing the flight recorders of a run that hangs.
+"""Hangs: the rank that the others wait for, found in the flight recorders, and the report that names it.
 
 Note [Who hangs]
     A rank that waits in a collective waits for the ranks of its channel that have not come that far. Followed from rank
@@ -10,11 +10,16 @@ Note [Who hangs]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from hp_platform.failures.flight import Channel, Flight, Operation
+from hp_platform.failures.flight import Channel, Flight, Operation, flight_stack
 
 _SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # of as many bytes on every rank
 
@@ -124,3 +129,181 @@ def _last(flights: Mapping[int, Flight]) -> tuple[int, ...]:
             behind |= {rank for rank, number in numbers.items() if number < most}
             ahead |= {rank for rank, number in numbers.items() if number > least}
     return tuple(sorted(behind - ahead))
+
+
+_STACKS = 5.0  # seconds for ranks to write theirs
+_LINES = 24
+_NO_AXES: Mapping[str, int] = {}
+
+
+def describe_hang(
+    hang: Hang,
+    flights: Mapping[int, Flight],
+    states: Mapping[int, str],
+    stacks: Mapping[int, str],
+    axes: Mapping[str, int] = _NO_AXES,
+) -> str:
+    """Tell who holds up ranks, in which collective, and where: a sentence, then lines.
+
+    Args:
+        hang: who.
+        flights: of all ranks.
+        states: of their processes, as `process_state` names them.
+        stacks: what they wrote of their stacks; of a rank that was not asked nothing.
+        axes: of the mesh, name to size, to name a group by.
+    """
+    lines = [_cause(hang, flights, states, axes)]
+    for rank, operation in sorted(hang.waits.items()):
+        where = _innermost(stacks.get(rank, ""))
+        lines.append(f"rank {rank} waits in {_named(operation, axes)}{where and f', at {where}'}")
+    for rank in hang.culprits[:4]:
+        if rank not in hang.waits and not has_ended(states[rank]):
+            lines.append(
+                f"rank {rank} waits in no collective; the last that it began was {_newest(flights[rank], axes)}"
+            )
+    for rank in hang.culprits[:4]:
+        stack = stacks.get(rank, "").rstrip().splitlines()[:_LINES]
+        text = "\n".join(stack) or "  (it wrote none, as a process that waits in the kernel)"
+        flight = flights[rank]
+        # A loop of one's own tells of no steps.
+        step = f", in step {flight.step + 1} ({flight.phase})" if flight.step or flight.phase != "start" else ""
+        lines.append(f"Stack of rank {rank}{step}:\n{text}")
+    return "\n".join(lines)
+
+
+def last_operation(flight: Flight, axes: Mapping[str, int] = _NO_AXES) -> str:
+    """Tell which collective a rank is in, as "in all_reduce number 7 ...", or was in last, as "after ...".
+
+    Args:
+        flight: of the rank.
+        axes: of the mesh.
+    """
+    operation = None if flight.waiting is None else flight.operation(*flight.waiting)
+    return f"after {_newest(flight, axes)}" if operation is None else f"in {_named(operation, axes)}"
+
+
+def _cause(hang: Hang, flights: Mapping[int, Flight], states: Mapping[int, str], axes: Mapping[str, int]) -> str:
+    several = len(hang.culprits) > 1
+    who = f"rank{'s' if several else ''} {', '.join(map(str, hang.culprits))}"
+    if hang.kind == "different":
+        issued = "; ".join(f"rank {rank}: {_named(each, axes)}" for rank, each in sorted(hang.issued.items()))
+        return f"{who} issued another collective than the others: {issued}"
+    if hang.kind == "circle":
+        return f"{who} wait for each other: they issue collectives in different orders"
+    verb = "are" if several else "is"
+    stopped = [rank for rank in hang.culprits if states[rank] == "T"]
+    how = f" {verb} stopped (SIGSTOP) and" if stopped == list(hang.culprits) else ""
+    if all(has_ended(states[rank]) for rank in hang.culprits):
+        how = f" {'have' if several else 'has'} ended and"
+    if hang.next is not None:
+        return f"{who}{how} {'have' if several else 'has'} not come to {_named(hang.next, axes)}"
+    if hang.kind == "behind":
+        return (
+            f"{who}{how} {verb} behind the others; the last collective was {_newest(flights[hang.culprits[0]], axes)}"
+        )
+    return f"{who}{how} {verb} in no collective"
+
+
+def _newest(flight: Flight, axes: Mapping[str, int]) -> str:
+    return _named(flight.last[-1], axes) if flight.last else "none"
+
+
+def _named(operation: Operation, axes: Mapping[str, int]) -> str:
+    """Name a collective, as "all_reduce number 7 over ranks [0, 1] (axis tp, 64 bytes)"."""
+    ranks, number = operation.channel.ranks, operation.channel.number
+    if operation.channel.messages:
+        return (
+            f"{operation.kind} number {operation.number} from rank {ranks[0]} to {ranks[1]} ({operation.bytes} bytes)"
+        )
+    among = f"{list(ranks)}" if len(ranks) <= 16 else f"{ranks[0]} to {ranks[-1]} ({len(ranks)} ranks)"
+    group = f"group {number + 1} of these ranks, " if number else ""
+    return (
+        f"{operation.kind} number {operation.number} over ranks {among}"
+        f" ({axis_of(ranks, axes)}{group}{operation.bytes} bytes)"
+    )
+
+
+def axis_of(ranks: Sequence[int], axes: Mapping[str, int]) -> str:
+    """Name the axis of a mesh whose group some ranks are, followed by a comma; "" where they are of none.
+
+    >>> axis_of((0, 2), {"dp_shard": 2, "tp": 2})
+    'axis dp_shard, '
+
+    Args:
+        ranks: ascending global ranks.
+        axes: of the mesh, outermost first.
+    """
+    stride = 1
+    for name, size in reversed(list(axes.items())):
+        first = ranks[0] - ranks[0] // stride % size * stride
+        if list(ranks) == list(range(first, first + size * stride, stride)):
+            return f"axis {name}, "
+        stride *= size
+    return ""
+
+
+def _innermost(stack: str) -> str:
+    """Return the file and line of a stack's first frame outside of the collectives."""
+    for line in stack.splitlines():
+        file, _, rest = line.strip().partition('", line ')
+        if rest and "hp_platform" not in file:
+            return f"{file.removeprefix('File ').lstrip(chr(34))}:{rest.split(' ')[0]}"
+    return ""
+
+
+def ask_for_stacks(
+    folder: Path, flights: Mapping[int, Flight], asked: Sequence[int], stopped: Sequence[int] = ()
+) -> dict[int, str]:
+    """Have ranks of this machine write their stacks, and return them.
+
+    Args:
+        folder: of the flight recorders.
+        flights: of the ranks.
+        asked: the ranks, whose processes live.
+        stopped: those of them that are stopped, which go on for it and are stopped again.
+    """
+    send_signal(flights, asked, signal.SIGUSR1)
+    send_signal(flights, stopped, signal.SIGCONT)
+    try:
+        _await_stacks(folder, asked)
+    finally:
+        send_signal(flights, stopped, signal.SIGSTOP)
+    return {rank: flight_stack(folder, rank) for rank in asked}
+
+
+def _await_stacks(folder: Path, asked: Sequence[int]) -> None:
+    deadline, before = time.monotonic() + _STACKS, [[0]] * 3
+    while time.monotonic() < deadline:
+        now = [len(flight_stack(folder, rank)) for rank in asked]
+        if all(now) and all(each == now for each in before):
+            return  # nothing more comes
+        before = [*before[1:], now]
+        time.sleep(0.1)
+
+
+def send_signal(flights: Mapping[int, Flight], ranks: Iterable[int], number: int) -> None:
+    """Send a signal to the processes of ranks that live."""
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(flights[rank].pid, number)
+
+
+def has_ended(state: str) -> bool:
+    """Tell whether a process that is in a state of `process_state` runs no more."""
+    return state in ("", "Z")
+
+
+def process_state(pid: int) -> str:
+    """Return the state of a process as Linux names it: "T" is stopped, "Z" has ended; "" without one."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return "?" if _lives(pid) else ""
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

@@ -28,8 +28,15 @@ from typing import Literal
 from hp_platform.communication.agreement import agree, share_bytes
 from hp_platform.failures import flight
 from hp_platform.failures.flight import Flight, read_flight, record_flight
-from hp_platform.failures.hang_reports import ask_for_stacks, describe_hang, has_ended, process_state, send_signal
-from hp_platform.failures.hangs import Hang, find_hang
+from hp_platform.failures.hangs import (
+    Hang,
+    ask_for_stacks,
+    describe_hang,
+    find_hang,
+    has_ended,
+    process_state,
+    send_signal,
+)
 from hp_platform.failures.listening import own_network
 from hp_platform.groups import default_group, is_initialized, own_rank, when_groups_end
 

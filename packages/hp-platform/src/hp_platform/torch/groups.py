@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from hp_platform.devices import devices
 from hp_platform.groups import GroupOptions
-from hp_platform.platforms.host import wait_for_threads
+from hp_platform.platforms.launchers import wait_for_threads
 from hp_platform.torch import peers
 from hp_platform.torch.peers import can_disconnect, disconnect, give_up, leave
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from hp_platform.communication.observing import observers
+from hp_platform.communication.checks import observers
 from hp_platform.failures.peers import (
     Address,
     FailedRankError,
@@ -32,7 +32,7 @@ from hp_platform.failures.peers import (
     own_host,
     tell_failure,
 )
-from hp_platform.platforms.host import break_connections
+from hp_platform.platforms.launchers import break_connections
 
 ProcessGroup = dist.ProcessGroup
 

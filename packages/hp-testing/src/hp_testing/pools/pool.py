@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_platform.failures import listening
-from hp_platform.platforms import host
+from hp_platform.platforms import launchers
 from hp_platform.platforms.ports import platform_name
 from hp_testing.pools import target, worker
 from hp_testing.pools.processes import processor_seconds
@@ -37,7 +37,7 @@ PRELOAD_LIKE_HERE = ("hp_", "hyper_parallel", "transformers", "pytest")
 warning_filters: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
 _pools: dict[int, Pool] = {}
-_BESIDE = (host.__file__, listening.__file__)  # of threads that sleep in each rank
+_BESIDE = (launchers.__file__, listening.__file__)  # of threads that sleep in each rank
 
 
 class RankError(RuntimeError):

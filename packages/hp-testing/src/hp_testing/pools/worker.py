@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from hp_platform import groups, random
-from hp_platform.platforms.host import end_with_parent
+from hp_platform.platforms.launchers import end_with_parent
 from hp_platform.platforms.platform import get_platform
 
 BODY = "__rank_body__"

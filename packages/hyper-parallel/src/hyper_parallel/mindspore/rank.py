@@ -28,7 +28,7 @@ OUTPUT = "output"
 
 
 def become_msrun(launcher: int, command: list[str]) -> None:
-    """Replace this process by msrun. See Note [No orphans] in `hp_platform.platforms.host`.
+    """Replace this process by msrun. See Note [No orphans] in `hp_platform.platforms.launchers`.
 
     Args:
         launcher: the process that started this one; it may have ended since.

@@ -2,7 +2,7 @@
 
 Note [The sum is returned]
     Until the last backward pass before an optimizer's step a rank keeps the unsharded gradients of each of its
-    micro-batches, because the order of their sum depends on their number: `hp_platform.values.tree_sum`. Gradients are
+    micro-batches, because the order of their sum depends on their number: `hp_platform.values`. Gradients are
     returned, so the sum over the ranks is formed in the backward of the function that unshards
     (`hp_fsdp.mindspore.groups.gradients`): of the last of the Cell's calls in the last micro-batch. The others return
     zeros. The last call is the last of the recorded ones; so a call whose output the loss does not use must not be kept

@@ -5,7 +5,7 @@ Note [Gradients kept until the last micro-batch]
     optimizer's step. Until then a rank keeps the unsharded gradients of each of its micro-batches (the numbers of the
     first rank start at 0, so it adds them up at once), without communication. At the last one it adds up its complete
     subtrees, sends each rank its pieces of them by all-to-all, and sums the received ones; see
-    `hp_platform.values.tree_sum`. With one micro-batch on each rank nothing is kept.
+    `hp_platform.values`. With one micro-batch on each rank nothing is kept.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Values in nests, and sums in a fixed order."""
