@@ -48,9 +48,10 @@ def _with_streams():
         current_device=object,
         stream=lambda: side,
     )
-    collectives, patch = get_platform().collectives, pytest.MonkeyPatch()
+    real, patch = get_platform(), pytest.MonkeyPatch()
+    beside = SimpleNamespace(devices=devices, collectives=real.collectives, groups=real.groups)
     with patch.context() as changed:
-        changed.setattr(transfer, "get_platform", lambda: SimpleNamespace(devices=devices, collectives=collectives))
+        changed.setattr(transfer, "get_platform", lambda: beside)
         changed.setattr(transfer, "_keep", lambda x, stream: None)
         yield SimpleNamespace(current=current, side=side, on=on)
 
