@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hp_fsdp.groups.micro_batches import OwnMicroBatches, TreeSum, subtrees
+from hp_fsdp.steps.order import OwnMicroBatches, TreeSum, subtrees
 
 
 def text(left: str, right: str) -> str:

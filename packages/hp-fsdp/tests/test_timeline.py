@@ -10,8 +10,7 @@ import sys
 import pytest
 
 from hp_fsdp.explanation import timeline
-from hp_fsdp.explanation.explain import Explanation
-from hp_fsdp.explanation.export import check_path
+from hp_fsdp.explanation.explain import Explanation, check_path
 from hp_fsdp.explanation.memory import Event, GroupFacts, MemoryRow, memory_timeline, simulate
 from hp_fsdp.explanation.timeline import Span, timeline_of
 

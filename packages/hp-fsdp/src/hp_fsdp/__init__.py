@@ -12,7 +12,7 @@ from hp_fsdp.explanation.explain import explain
 from hp_fsdp.grad_norm import clip_grad_norm_, global_grad_norm
 from hp_fsdp.module_api import UnshardHandle, share_comm_ctx
 from hp_fsdp.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from hp_fsdp.ranks.mesh_dims import DataParallelMeshDims
+from hp_fsdp.ranks.axes import DataParallelMeshDims
 from hp_fsdp.state_dict.model import (
     StateDictOptions,
     full_state_dict,
@@ -30,8 +30,8 @@ from hp_fsdp.zero import hsdp, modules_by_size
 from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
+    from hp_fsdp.torch.activations import watch_activations
     from hp_fsdp.torch.module import FSDPModule, HSDPModule, register_fsdp_forward_method
-    from hp_fsdp.torch.predictions.activations import watch_activations
     from hp_fsdp.torch.steps.context import hsdp_sync_stream
 
 __all__ = [
@@ -68,7 +68,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "FSDPModule": "module",
         "HSDPModule": "module",
-        "hsdp_sync_stream": "steps.context",
+        "hsdp_sync_stream": "steps.hooks",
         "register_fsdp_forward_method": "module",
         "watch_activations": "explain",
     },

@@ -19,8 +19,7 @@ from hp_dtensor import DeviceMesh
 from hp_fsdp.groups.managed_params import find_parameters, group_of, ignore, is_copy
 from hp_fsdp.options import GroupOptions, MixedPrecisionPolicy, OffloadPolicy, check_options
 from hp_fsdp.port import Sharding, sharding
-from hp_fsdp.ranks.axes import DataAxes
-from hp_fsdp.ranks.mesh_dims import all_ranks, data_axes
+from hp_fsdp.ranks.axes import DataAxes, all_ranks, data_axes
 
 M = TypeVar("M")
 

@@ -25,7 +25,7 @@ from fsdp_cells import (
 from hp_dtensor import Shard, init_device_mesh
 from hp_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from hp_fsdp.mindspore.groups import bucket as bucket_module
-from hp_fsdp.mindspore.groups.host import to_device, to_host
+from hp_fsdp.mindspore.groups.parameter import to_device, to_host
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 

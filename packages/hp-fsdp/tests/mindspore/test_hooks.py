@@ -25,7 +25,7 @@ from mindspore import mint, nn, ops
 from hp_dtensor import DTensor
 from hp_dtensor.debugging.debug import CommDebugMode
 from hp_fsdp import HSDPModule
-from hp_fsdp.mindspore.groups.gradients import Call
+from hp_fsdp.mindspore.groups.group import Call
 from hp_platform import count_collectives
 from hp_testing import on_ranks
 

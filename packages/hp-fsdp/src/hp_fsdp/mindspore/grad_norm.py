@@ -15,7 +15,7 @@ from mindspore.common import dtype as mstype
 from hp_dtensor import DeviceMesh
 from hp_dtensor.mindspore.extend import local_mode, local_view
 from hp_fsdp.groups.layout import BLOCK
-from hp_fsdp.mindspore.groups.host import on_host, to_device, to_host
+from hp_fsdp.mindspore.groups.parameter import on_host, to_device, to_host
 from hp_platform import collectives, get_platform
 
 Pairs = Sequence[tuple[Any, Any]]

@@ -16,7 +16,7 @@ from hp_fsdp.mindspore.groups.group import ParameterGroup
 from hp_fsdp.mindspore.state_dict import refuse_hooks, write_parts
 from hp_fsdp.mindspore.steps.hooks import run_forward
 from hp_fsdp.module_api import ModuleAPI
-from hp_fsdp.state_dict.loading import check_names, laid_out
+from hp_fsdp.state_dict.model import check_names, laid_out
 
 
 class HSDPModule(ModuleAPI):

@@ -18,10 +18,9 @@ from hp_dtensor import Replicate
 from hp_dtensor.extend import TensorSpec
 from hp_dtensor.mindspore.extend import DTensor, autograd, execute, local_mode, local_view, set_local, wrap
 from hp_fsdp.groups.managed_params import groups_in, spec_of
-from hp_fsdp.mindspore.groups.host import largest, on_host, to_device, to_host
-from hp_fsdp.mindspore.groups.parameter import copy_range
+from hp_fsdp.mindspore.groups.parameter import copy_range, largest, on_host, to_device, to_host
 from hp_fsdp.port import Broadcaster
-from hp_fsdp.state_dict.loading import pieces_along, ragged_axis
+from hp_fsdp.state_dict.model import pieces_along, ragged_axis
 from hp_platform import get_platform
 
 __all__ = [

@@ -7,10 +7,10 @@ from typing import Any
 
 from hp_fsdp import port
 from hp_fsdp.port import OptimizerStates
-from hp_fsdp.state_dict.loading import from_rank0
 from hp_fsdp.state_dict.model import (
     StateDictOptions,
     exported,
+    from_rank0,
     get_model_state_dict,
     parameter_names,
     set_model_state_dict,

@@ -8,9 +8,8 @@ from typing import Any, Generic, Self, TypeVar
 
 from hp_fsdp.groups.group import Group
 from hp_fsdp.groups.managed_params import Roster, check_inside, groups_in, inner_mesh, several_outermost
-from hp_fsdp.groups.micro_batches import check_modes
 from hp_fsdp.ranks.agreement import check_alike
-from hp_fsdp.steps.order import ExecutionOrder
+from hp_fsdp.steps.order import ExecutionOrder, check_modes
 
 G = TypeVar("G", bound=Group)
 

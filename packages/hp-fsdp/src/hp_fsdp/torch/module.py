@@ -13,7 +13,7 @@ from torch import nn
 
 from hp_fsdp.groups.managed_params import make_sharded_class
 from hp_fsdp.module_api import ModuleAPI
-from hp_fsdp.state_dict.loading import laid_out
+from hp_fsdp.state_dict.model import laid_out
 from hp_fsdp.steps.order import INSIDE
 from hp_fsdp.torch.groups.communication import Communication
 from hp_fsdp.torch.groups.group import ParameterGroup

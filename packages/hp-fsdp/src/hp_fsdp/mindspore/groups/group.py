@@ -1,24 +1,112 @@
-"""ParameterGroup: the group that one call of `fully_shard` makes of a Cell, and its state."""
+"""ParameterGroup: the group that `fully_shard` makes of a Cell, its gradients, and the context of a model's groups.
+
+Note [One function a group]
+    `mindspore.value_and_grad` gives the gradients that reach Parameter objects, one by one; there is no ``.grad`` to
+    write to. Two ways lead there. (1) Parameters that hold the gathered values for a while, each with a hook that
+    replaces its gradient: a hook returns at once, so it cannot wait for the group's other gradients, and each parameter
+    needs a reduction of its own. (2) What is here: one autograd function from the sharded Parameters to the unsharded
+    tensors. Its backward runs when all gradients of the group are there, reduces them as one, and returns the shards,
+    which reach the Parameters however the gradient is taken. So the sharded Parameters never hold other data, and a
+    parameter used twice, tied weights and unused parameters (zeros) are autograd's business.
+
+Note [The oldest node]
+    The engine runs the youngest node that is ready. The function's node is made before all others of the Cell's
+    forward, so when it runs all of them have run: it is also where the gathered memory is freed. A group without
+    trained parameters has no such node, and keeps its memory until the backward pass ends.
+
+Note [No cycle]
+    The node refers to the call, so the call refers to no tensor of the graph: a reference cycle through the graph is
+    never freed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from mindspore import Tensor, _no_grad
+from mindspore import Tensor, _Function, _no_grad, nn
+from mindspore.graph.api import _pynative_executor
 
-from hp_dtensor.mindspore.extend import local_mode
+from hp_dtensor.mindspore.extend import alias, local_mode, once_differentiable, own_dtypes
 from hp_fsdp.groups.group import Group
 from hp_fsdp.mindspore.groups.bucket import Bucket
-from hp_fsdp.mindspore.groups.gradients import Call, unsharded_tensors
 from hp_fsdp.mindspore.groups.parameter import ManagedParameter
 from hp_fsdp.options import BucketPlan
 from hp_fsdp.ranks.axes import DataAxes, PostForwardRanks
+from hp_fsdp.steps.context import Context
 from hp_platform import get_platform
 from hp_platform.extend import attribute_to
 
-if TYPE_CHECKING:
-    from hp_fsdp.mindspore.steps.context import RootContext
+
+def in_backward() -> bool:
+    """Tell whether a backward pass is running."""
+    return _pynative_executor.get_current_autodiff_engine_id() != -1
+
+
+class Call:
+    """One forward of a Cell that is recorded for backward.
+
+    Attributes:
+        group: the Cell's group.
+        done: its backward is over.
+    """
+
+    __slots__ = ("__weakref__", "done", "group")
+
+    def __init__(self, group: ParameterGroup) -> None:
+        self.group = group
+        self.done = False
+
+
+class _Unshard(_Function):
+    """From the shards of a group's trained parameters to the unsharded ones; back, from gradients to their shards."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *shards: Tensor) -> Any:  # type: ignore[override]
+        ctx.call = call
+        with local_mode():
+            ctx.shapes = [tuple(shard.shape) for shard in shards]
+            return tuple(view for bucket in call.group.buckets if bucket.trains for view in bucket.views())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        call, shapes, name = ctx.call, ctx.shapes, ctx.call.group.name
+
+        def leave(*gradients: Tensor) -> Any:
+            with _no_grad():
+                shards = call.group.leave_backward(call, gradients)
+                return tuple(shard.reshape(shape) for shard, shape in zip(shards, shapes, strict=True))
+
+        with local_mode():
+            shards = once_differentiable(leave, lambda: f"a parameter of {name}, sharded by fully_shard,", *gradients)
+        return (None, *shards) if isinstance(shards, tuple) else (None, shards)
+
+
+def unsharded_tensors(group: ParameterGroup, call: Call | None) -> list[Any]:
+    """Return the unsharded parameters of a gathered group, in the order of its buckets.
+
+    Args:
+        group: the group.
+        call: records the trained ones for backward; None: plain values.
+    """
+    with local_mode():
+        if call is None or not group.trains:
+            with _no_grad():
+                tensors = [view for bucket in group.buckets for view in bucket.views()]
+        else:
+            # A function checks gradients against its inputs' shapes, and of a Parameter it knows the one that it was
+            # made with. An alias has the shape of the data.
+            shards = [alias(p.parameter) for bucket in group.buckets if bucket.trains for p in bucket.parameters]
+            recorded = _Unshard.apply(call, *shards)
+            rest = iter(recorded if isinstance(recorded, tuple) else (recorded,))
+            tensors = []
+            for bucket in group.buckets:
+                if bucket.trains:
+                    tensors += [next(rest) for _ in bucket.parameters]
+                else:
+                    with _no_grad():
+                        tensors += bucket.views()
+    return [parameter.dress(tensor) for parameter, tensor in zip(group.parameters, tensors)]
 
 
 class ParameterGroup(Group):
@@ -242,3 +330,50 @@ class ParameterGroup(Group):
         self.micro_batches = 0
         for bucket in self.buckets:
             bucket.forget_gradients()
+
+
+class RootContext(Context[ParameterGroup]):
+    """A context in which each backward pass returns its gradients, so that no reductions are under way after it."""
+
+    def named_modules(self) -> Iterable[tuple[str, nn.Cell]]:
+        return self.root.module.cells_and_names()
+
+    def enrol(self) -> None:
+        with _no_grad(), own_dtypes():
+            super().enrol()
+        for _, cell in self.named_modules():
+            # Done by a Cell's first call otherwise, which finds unsharded tensors where it expects Parameters.
+            if not (cell._init_flag or cell._is_check_and_refresh):
+                cell._self_check()
+                cell._init_flag = True
+
+    def call_at_end(self) -> None:
+        _pynative_executor.queue_backward_final_callback(self.end_backward)
+
+    def enter_backward(self, call: Call) -> None:
+        """Begin the backward of ``call``: a gradient has arrived at one of its outputs."""
+        group = call.group
+        if call.done or call in group.active:
+            return
+        self.begin_backward()
+        first = not group.active
+        group.active.add(call)
+        self.unshard(group, self.backward_order, group.prefetch_in_backward)
+        if first:
+            group.show_again()
+
+    def end_backward(self) -> None:
+        """End the backward pass, including groups that are missing some gradients.
+
+        Raises:
+            RuntimeError: in deterministic mode, a sum that could not be returned; see `ParameterGroup.end_micro_batch`.
+        """
+        for group in self.groups:
+            for call in group.active:
+                call.done = True
+            if group.active:
+                group.end_backward()
+        super().end_backward()
+        errors = [error for group in self.groups if group.deterministic and (error := group.end_micro_batch())]
+        if errors:
+            raise RuntimeError(errors[0])

@@ -1,4 +1,9 @@
-"""ManagedParameter: one parameter of a group."""
+"""ManagedParameter: one parameter of a group, and its shard on the host.
+
+Note [Optimizers bring parameters back]
+    MindSpore computes on the device wherever tensors live, so an optimizer's step may leave its result there. Shards
+    on the device are moved back to the host before a gather. On CPU the host is the device, and nothing is copied.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mindspore import Tensor, mint, nn
+import numpy as np
+from mindspore import Tensor, _no_grad, mint, nn
 
 from hp_dtensor import DeviceMesh, RaggedShard, Replicate
 from hp_dtensor.extend import TensorSpec
-from hp_dtensor.mindspore.extend import DTensor, distribute_parameter, local_view, set_local, unwrap, wrap
+from hp_dtensor.mindspore.extend import DTensor, distribute_parameter, local_mode, local_view, set_local, unwrap, wrap
 from hp_fsdp.groups.managed_params import mark
 from hp_fsdp.options import ParameterFacts
+from hp_platform import get_platform
 
 
 class ManagedParameter:
@@ -147,3 +154,43 @@ def copy_range(tensor: Tensor, start: int, stop: int, shape: Sequence[int] | Non
 def itemsize(dtype: Any) -> int:
     """Return the bytes of an element."""
     return mint.empty((0,), dtype=dtype).itemsize
+
+
+HOST = "CPU"
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Tell whether a tensor is on the host while this process computes on a device."""
+    return get_platform().devices.kind != "cpu" and _kind_of(tensor) == HOST
+
+
+def to_device(tensor: Tensor) -> Tensor:
+    """Copy to this process's device; return the tensor itself if it is there."""
+    device = str(get_platform().devices.current_device()).partition(":")[0]
+    return tensor if _kind_of(tensor) == device else tensor.to(device)
+
+
+def to_host(tensor: Tensor, pin: bool) -> Tensor:
+    """Copy to the host; return the tensor itself if it is there.
+
+    Args:
+        tensor: plain.
+        pin: use page-locked memory if there is a device to copy to.
+    """
+    if _kind_of(tensor) == HOST:
+        return tensor
+    copy = tensor.to(HOST)
+    return copy.pin_memory() if pin and get_platform().devices.capabilities.pinned_memory else copy
+
+
+def _kind_of(tensor: Any) -> str:
+    return str(tensor.device).partition(":")[0]
+
+
+def largest(numbers: Sequence[int], mesh: DeviceMesh, groups: Sequence[Any]) -> list[int]:
+    """Return the largest of the ranks' numbers, element by element; wait for all ranks of the groups."""
+    with _no_grad(), local_mode():
+        tensor = Tensor(np.array(numbers, np.int64))
+        for group in groups:
+            get_platform().collectives.all_reduce(tensor, "max", group=group)
+        return tensor.asnumpy().tolist()

@@ -2,7 +2,7 @@
 
 Note [Where backward begins and ends]
     The backward of a Cell begins when a gradient has come to one of its outputs: a hook on that tensor. It ends with
-    the node that unsharded its parameters: Note [The oldest node] in `hp_fsdp.mindspore.groups.gradients`.
+    the node that unsharded its parameters: Note [The oldest node] in `hp_fsdp.mindspore.groups.group`.
 
 Note [Forward inside backward]
     Recomputation runs forward again in backward. Inside a Cell whose backward has begun the parameters are gathered,
@@ -25,9 +25,7 @@ from mindspore.common import dtype as mstype
 from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor.mindspore.extend import DTensor, alias, grad_enabled, local_mode, once_differentiable, own_dtypes, wrap
-from hp_fsdp.mindspore.groups.gradients import Call, unsharded_tensors
-from hp_fsdp.mindspore.groups.group import ParameterGroup
-from hp_fsdp.mindspore.steps.context import RootContext, in_backward
+from hp_fsdp.mindspore.groups.group import Call, ParameterGroup, RootContext, in_backward, unsharded_tensors
 from hp_fsdp.steps.tree import tree_functions
 
 map_tensors, tensors = tree_functions(Tensor)
@@ -141,3 +139,10 @@ def _watch(context: RootContext, call: Call, output: Any) -> bool:
                 watched = True
                 Tensor.register_hook(tensor, lambda gradient: context.enter_backward(call))
     return watched
+
+
+def hsdp_sync_stream() -> None:
+    """Wait for the reductions of all sharded models that are still under way: on MindSpore none are.
+
+    A backward pass returns its gradients, so it waits for each reduction that it starts.
+    """

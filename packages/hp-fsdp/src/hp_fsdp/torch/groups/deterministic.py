@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.extend import local_view
-from hp_fsdp.groups.micro_batches import OwnMicroBatches, TreeSum, subtrees
+from hp_fsdp.steps.order import OwnMicroBatches, TreeSum, subtrees
 from hp_fsdp.torch.groups.gradients import GradientBuffer
 from hp_platform import collectives
 from hp_platform.extend import attribute_to

@@ -54,6 +54,7 @@ from hp_dtensor.torch.extend import DTensor, wrap
 from hp_fsdp.steps.tree import tree_functions
 from hp_fsdp.torch.groups.group import Call, ParameterGroup
 from hp_fsdp.torch.steps.context import RootContext
+from hp_fsdp.torch.steps.context import hsdp_sync_stream as hsdp_sync_stream
 from hp_platform.frames import current_frame
 
 _backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]

@@ -1,1 +1,0 @@
-"""What a forward saves, counted or predicted."""
