@@ -158,7 +158,8 @@ def train(
         tokens = sum(content.tokens for content in run.contents)
         trainer = run.trainer
         trained = "" if trainer.trained == trainer.size else f", of which {trainer.trained:,} are trained,"
-        title = f"{name} of {trainer.size:,} parameters{trained} on {plan.mesh.described}, {tokens:,} tokens{run.cut}"
+        mesh = plan.mesh.described + (f" (ep {plan.mesh.ep})" if plan.mesh.ep > 1 else "")
+        title = f"{name} of {trainer.size:,} parameters{trained} on {mesh}, {tokens:,} tokens{run.cut}"
         title += f", going on from step {run.step}" if run.step else ""
         if record is not None:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")

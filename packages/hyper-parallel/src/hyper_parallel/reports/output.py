@@ -47,6 +47,8 @@ def prepare_folder(out: str | os.PathLike[str] | None, *, name: str, resume: boo
         raise OutputError(f"--out: {error}") from None
     if not resume and ((folder / METRICS).exists() or (folder / RECORD).exists() or steps_in(folder / CHECKPOINTS)):
         fix = "go on with it by --resume auto, or choose another folder with --out"
+        if not steps_in(folder / CHECKPOINTS):
+            fix += "; it has no checkpoint, so --resume auto begins anew"
         raise OutputError(f"{folder} has a run, which would be overwritten; {fix}")
     try:
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
