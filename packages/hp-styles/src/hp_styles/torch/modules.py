@@ -6,6 +6,7 @@ See Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compile.co
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import index  # of a symbol of torch.compile it is a number, where int() leaves the symbol
 from typing import Any
 
 import torch
@@ -254,7 +255,7 @@ def _to_dtensor(value: Any, mesh: Any, layout: Any, desired: Any, features: Any 
         return redistribute_shared(value, _wanted(value._spec.name, mesh._key, _texts(desired)))
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"parallel style: a layout is for a tensor, got {type(value).__name__}")
-    src = _spec(mesh._key, _texts(layout), tuple([int(size) for size in value.shape]), features)
+    src = _spec(mesh._key, _texts(layout), tuple([index(size) for size in value.shape]), features)
     return redistribute_shared(value, _wanted(src.name, mesh._key, _texts(desired)), src)
 
 

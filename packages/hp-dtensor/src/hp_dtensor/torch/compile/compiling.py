@@ -17,6 +17,7 @@ Note [Compiled regions run on local tensors]
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -237,7 +238,7 @@ def _from_local(
             "torch.compile: from_local is traced with a mesh and placements, without run_check and grad_placements;"
             " pass the first two, and call it with the others outside of the compiled region"
         )
-    local = tuple([int(size) for size in local_tensor.shape])
+    local = tuple([operator.index(size) for size in local_tensor.shape])  # int() leaves a symbol
     global_shape = None if shape is None else tuple(shape)
     spec = graph.laid_out(
         device_mesh._key, encode_placements(placements), local, global_shape, local_tensor.requires_grad
