@@ -40,7 +40,7 @@ from hp_platform.platforms.ports import (
     platform_name,
     wanted_platform,
 )
-from hp_platform.values import TreeSum, map_nested, subtrees
+from hp_platform.values import TreeSum, list_leaves, map_nested, subtrees
 
 __all__ = [
     "DEVICE",
@@ -73,6 +73,7 @@ __all__ = [
     "lazy_exports",
     "leave_to_speaker",
     "load_port",
+    "list_leaves",
     "map_nested",
     "note_step",
     "observers",

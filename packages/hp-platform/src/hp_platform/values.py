@@ -16,7 +16,7 @@ Note [No closure calls itself]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -108,6 +108,20 @@ class TreeSum(Generic[T]):
         for left in reversed(self._stack[:-1]):
             value = self._add(left.value, value)
         return value
+
+
+def list_leaves(value: Any) -> Iterator[Any]:
+    """List what is inside nested lists, tuples and dictionaries, in order; any other value is its own one leaf.
+
+    Example:
+        >>> list(list_leaves([1, (2, {"three": 3})]))
+        [1, 2, 3]
+    """
+    if isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from list_leaves(each)
+    else:
+        yield value
 
 
 def map_nested(function: Callable[[Any], Any], value: Any) -> Any:

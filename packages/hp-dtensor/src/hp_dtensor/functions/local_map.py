@@ -17,7 +17,7 @@ from hp_dtensor.layout.spec import Layout, TensorSpec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.rules.factors import Solution, solve
 from hp_dtensor.rules.library import RULES
-from hp_platform.extend import share_bytes
+from hp_platform.extend import list_leaves, share_bytes
 
 
 class LocalMapError(ValueError, AssertionError):
@@ -71,7 +71,7 @@ def local_map(
 
     @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, dtensor = list(_leaves(args)), port.tensors().DTensor
+        leaves, dtensor = list(list_leaves(args)), port.tensors().DTensor
         dtensors = [value for value in leaves if isinstance(value, dtensor)]
         if not dtensors:
             return func(*args, **kwargs)
@@ -240,7 +240,7 @@ def _from_local(value: Any, mesh: DeviceMesh, placements: Any, uneven: bool, wha
 
 def _placed(out: Any, out_placements: Any, mesh: DeviceMesh, uneven: bool) -> Any:
     """Return the results of ``func`` with tensors as DTensors."""
-    values = list(_leaves(out))
+    values = list(list_leaves(out))
     entries = out_placements if _is_several(out_placements) else (out_placements,)
     if len(entries) != len(values):
         raise LocalMapError(
@@ -286,14 +286,6 @@ def _varying(out_placements: Any) -> set[int]:
 
 
 # ---- trees ----
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (list, tuple, dict)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(value)
-    else:
-        yield tree
-
-
 def _rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
     if isinstance(tree, dict):
         return type(tree)((name, _rebuilt(value, leaves)) for name, value in tree.items())

@@ -12,6 +12,7 @@ import torch
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, StridedShard
 from hp_dtensor.torch.extend import compare_generators
+from hp_platform.extend import list_leaves
 from hp_styles.inputs import NotPickled, hook
 
 SUMMED_ONCE = ("down_proj_bias",)
@@ -37,7 +38,7 @@ def run_replicated(module: torch.nn.Module, mesh: DeviceMesh) -> None:
 
     def forward(module: torch.nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if module.training:
-            some = next((value for value in _tensors((args, kwargs))), None)
+            some = next((each for each in list_leaves((args, kwargs)) if isinstance(each, torch.Tensor)), None)
             if some is not None:
                 compare_generators(mesh, some.device)
         with _plain_parameters(module, lambda name, parameter: parameter.to_local()):
@@ -144,17 +145,6 @@ def _around(module: torch.nn.Module, run: Callable[..., Any]) -> None:
     module._forward_inside = module.forward  # type: ignore[assignment]
     module.forward = types.MethodType(forward, module)
     module._not_pickled = NotPickled()  # type: ignore[assignment]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -12,7 +12,7 @@ Note [A view that moved in a graph]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.ops.dispatching import dispatch, special
 from hp_dtensor.torch.ops.dispatching.calls import writes_first
 from hp_dtensor.torch.views.moved_view import VIEWS
+from hp_platform.extend import list_leaves
 
 T = torch.Tensor
 _off: Any = torch._C.DisableTorchFunctionSubclass
@@ -307,9 +308,9 @@ REFUSED = (
 def _torch_function_of_copies(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     written = [*args[:1], kwargs.get("out")] if writes_first(func) else [kwargs.get("out")]
-    if any(type(x) is CopiedView for x in _listed(written)):
+    if any(type(x) is CopiedView for x in list_leaves(written)):
         raise RuntimeError(f"{REFUSED}: {func.__name__} would not reach its source; clone() it first")
-    copies: list[Any] = [x for x in _listed((args, kwargs)) if type(x) is CopiedView]
+    copies: list[Any] = [x for x in list_leaves((args, kwargs)) if type(x) is CopiedView]
     for x in copies:
         x.__class__ = DTensor
     try:
@@ -318,7 +319,7 @@ def _torch_function_of_copies(cls: Any, func: Any, types: Any, args: Any = (), k
         for x in copies:
             x.__class__ = CopiedView
     if func in VIEWS:
-        for x in _listed(out):
+        for x in list_leaves(out):
             if type(x) is DTensor:
                 x.__class__ = CopiedView
     return out
@@ -329,13 +330,3 @@ class CopiedView(DTensor):
 
     _taken: Any  # see `hp_dtensor.torch.compile.graph.taken`
     __torch_function__ = classmethod(_torch_function_of_copies)  # type: ignore[assignment]
-
-
-def _listed(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _listed(each)
-    elif isinstance(value, dict):
-        yield from _listed(list(value.values()))

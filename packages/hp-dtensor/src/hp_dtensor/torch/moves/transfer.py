@@ -36,7 +36,7 @@ from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.torch.moves.redistribute import as_movable, execute
 from hp_dtensor.torch.views.kept import drop
 from hp_platform import get_platform
-from hp_platform.extend import when_groups_end
+from hp_platform.extend import list_leaves, when_groups_end
 
 _impl: Any = torch._C._disabled_torch_function_impl
 
@@ -93,19 +93,10 @@ class PendingDTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _pending((args, kwargs)):
-            finish(tensor)
+        for each in list_leaves((args, kwargs)):
+            if type(each) is PendingDTensor:
+                finish(each)
         return func(*args, **(kwargs or {}))
-
-
-def _pending(value: Any) -> Iterator[torch.Tensor]:
-    if type(value) is PendingDTensor:
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _pending(each)
-    elif isinstance(value, dict):
-        yield from _pending(list(value.values()))
 
 
 def possible(x: DTensor) -> bool:

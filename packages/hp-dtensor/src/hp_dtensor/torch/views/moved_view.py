@@ -28,6 +28,7 @@ from hp_dtensor.torch.views.kept import HANDED_OUT
 from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
 from hp_dtensor.torch.views.part_of_view import part_of
 from hp_dtensor.torch.views.strides import note, on_one_device, storage_of
+from hp_platform.extend import list_leaves
 
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
@@ -377,13 +378,7 @@ def _as_dtensors(views: Sequence[Any]) -> Iterator[None]:
 
 
 def _views(value: Any) -> Iterator[Any]:
-    if type(value) is MovedView:
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _views(each)
-    elif isinstance(value, dict):
-        yield from _views(list(value.values()))
+    return (each for each in list_leaves(value) if type(each) is MovedView)
 
 
 def _listed(out: Any) -> list[Any]:

@@ -14,7 +14,7 @@ keeps that has only a part of its source, or another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.ops.dispatching.calls import writes_first
 from hp_dtensor.torch.views.strides import same_memory, strides_of
+from hp_platform.extend import list_leaves
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
@@ -44,11 +45,11 @@ def refuse_overlaps_of_call(func: Any, args: Any, kwargs: Any) -> None:
     if kwargs and kwargs.get("out") is not None:
         out = kwargs["out"]
         for written in out if isinstance(out, (list, tuple)) else (out,):
-            refuse_overlaps(name, written, tuple(_tensors((args, {**kwargs, "out": None}))))
+            refuse_overlaps(name, written, _tensors((args, {**kwargs, "out": None})))
     elif args and writes_first(func):
         rest = (*args[1:], *(kwargs or {}).values())
         if not isinstance(args[0], (list, tuple)):
-            refuse_overlaps(name, args[0], tuple(_tensors(rest)))
+            refuse_overlaps(name, args[0], _tensors(rest))
             return
         lists = [value for value in rest if isinstance(value, (list, tuple)) and len(value) == len(args[0])]
         linked = False
@@ -121,12 +122,8 @@ def _refuse_crossing(name: str, written: Any, lists: list[Any]) -> None:
                     )
 
 
-def _tensors(values: Any) -> Iterator[Any]:
-    for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, T):
-            yield value
-        elif isinstance(value, (list, tuple, dict)):
-            yield from _tensors(value)
+def _tensors(values: Any) -> tuple[Any, ...]:
+    return tuple(each for each in list_leaves(values) if isinstance(each, T))
 
 
 def _may_share(x: Any) -> bool:

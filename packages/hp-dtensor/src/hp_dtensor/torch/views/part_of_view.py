@@ -17,6 +17,7 @@ import torch
 
 from hp_dtensor.torch.ops.dispatching.calls import writes_first
 from hp_dtensor.torch.views.strides import storage_of
+from hp_platform.extend import list_leaves
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
@@ -49,11 +50,10 @@ class PartOfView(torch.Tensor):
                     " to_local() of the view again, or clone() the local tensor before the write"
                 )
         if any(kind is not PartOfView and kind.__torch_function__ is not _impl for kind in types):
-            return func(
-                *_plain(args), **_plain(kwargs)
-            )  # a DTensor treats plain tensors as replicated, or refuses them
+            # A DTensor treats plain tensors as replicated, or refuses them.
+            return func(*_plain(args), **_plain(kwargs))
         out = _impl(func, types, args, kwargs)
-        for result in _tensors(out):
+        for result in list_leaves(out):
             for part in parts:
                 if type(result) is T and storage_of(result)._cdata == storage_of(part)._cdata:
                     part_of(part._view, result)
@@ -110,14 +110,4 @@ def _plain(value: Any) -> Any:
 
 
 def _parts(value: Any) -> Iterator[PartOfView]:
-    return (x for x in _tensors(value) if type(x) is PartOfView)
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+    return (each for each in list_leaves(value) if type(each) is PartOfView)
