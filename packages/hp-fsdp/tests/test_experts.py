@@ -13,6 +13,7 @@ from fsdp_models import batch, close, data_mesh, loss_of, same_gradients, same_w
 from torch import nn
 
 from hp_dtensor import RaggedShard, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor.extend import mark_summed_gradients
 from hp_fsdp import clip_grad_norm_, fully_shard
 from hp_platform import collectives
 from hp_testing import device_type, on_ranks
@@ -129,7 +130,7 @@ def test_experts_without_a_group_of_their_own_are_refused():
         reference = seeded(Sparse)
         model: Any = copy.deepcopy(reference)
         experts, world = model.experts, mesh["dp", "ep"]._flatten("world")
-        experts._computes_rows_of_ranks = True  # as hp_moe's say of themselves
+        mark_summed_gradients(experts)  # as hp_moe does
         experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["ep"], [Shard(0)]))
         experts.group = mesh.get_group("ep")
         with pytest.raises(ValueError, match=text):

@@ -7,7 +7,7 @@ from hp_dtensor.debugging.visualize import text_table
 from hp_dtensor.layout.boxes import Box, boxes
 from hp_dtensor.layout.placements import kind_of
 from hp_dtensor.layout.sharding import cut_dim, intervals, local_shape
-from hp_dtensor.layout.spec import TensorSpec, normalize, spec_named
+from hp_dtensor.layout.spec import TensorSpec, mark_summed_gradients, normalize, spec_named, sums_gradients
 from hp_dtensor.mesh.axes import axes_overlap, axes_within, axis_within, check_member
 from hp_dtensor.mesh.groups import in_one_root, slice_of
 
@@ -24,7 +24,9 @@ __all__ = [
     "local_shape",
     "matches",
     "matching",
+    "mark_summed_gradients",
     "spec_named",
+    "sums_gradients",
     "normalize",
     "slice_of",
     "axes_overlap",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from hp_dtensor import DeviceMesh
+from hp_dtensor.extend import sums_gradients
 from hp_fsdp.groups.managed_params import find_parameters, group_of, ignore, is_copy
 from hp_fsdp.options import GroupOptions, MixedPrecisionPolicy, OffloadPolicy, check_options
 from hp_fsdp.port import Sharding, sharding
@@ -178,7 +179,7 @@ def _refuse_experts(parameter: Any, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: such experts.
     """
-    if any(getattr(module, "_computes_rows_of_ranks", False) for module, _ in parameter.places):
+    if any(sums_gradients(module) for module, _ in parameter.places):
         raise ValueError(
             f"fully_shard: parameter {parameter.name!r} of experts is spread over ranks of {mesh} as"
             f" {parameter.inner.placements}, and in no group of its own: its gradient would be the sum over the ranks'"

@@ -333,6 +333,20 @@ def grad_spec(spec: TensorSpec, vary: tuple[bool, ...] | None = None) -> TensorS
     return spec.with_placements(placements)
 
 
+def mark_summed_gradients(module: Any) -> None:
+    """Note that the gradients of a module's parameters are sums over the losses of the ranks that share it.
+
+    Args:
+        module: of experts that are spread over ranks, whose tokens come from all of them.
+    """
+    module._sums_gradients_of_ranks = True
+
+
+def sums_gradients(module: Any) -> bool:
+    """Tell whether `mark_summed_gradients` was called with a module."""
+    return getattr(module, "_sums_gradients_of_ranks", False)
+
+
 @functools.lru_cache(maxsize=16384)
 def backward_scale(src: TensorSpec, dst: TensorSpec) -> float:
     """Return the gradient scale of a redistribution: 1, except that each term of ``Partial("avg")`` gets 1/n."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor import DeviceMesh
+from hp_dtensor.extend import mark_summed_gradients
 from hp_moe.layer import inputs
 from hp_moe.layer.experts import compute, describe
 from hp_moe.layer.local import local_inputs, local_part
@@ -383,4 +384,4 @@ def run_over_ranks(
             ),
         )
     module._expert_layer = layer
-    module._computes_rows_of_ranks = True  # what `fully_shard` asks: gradients are sums over the ranks' losses
+    mark_summed_gradients(module)  # which `fully_shard` asks for

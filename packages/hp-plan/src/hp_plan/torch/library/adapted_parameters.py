@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from hp_dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard
+from hp_dtensor.extend import mark_summed_gradients, sums_gradients
 from hp_dtensor.torch.extend import distribute_parameter
-
-_OF_RANKS = "_computes_rows_of_ranks"  # by which experts that are spread say that their gradients are sums over ranks
 
 
 def sum_beside_parameters(model: nn.Module) -> None:
@@ -44,8 +43,8 @@ def shard_adapters(model: nn.Module) -> None:
             pairs = [_beside(each, rank, inner, parameter.dim()) for each in parameter.placements]
             for module, placements in zip((first, second), zip(*pairs, strict=True), strict=True):
                 distribute_parameter(module.weight, parameter.device_mesh, placements)
-                if hasattr(inner, _OF_RANKS):
-                    setattr(module, _OF_RANKS, True)
+                if sums_gradients(inner):
+                    mark_summed_gradients(module)
 
 
 def _beside(placement: Any, rank: int, inner: nn.Module, dims: int) -> tuple[Placement, Placement]:
@@ -80,7 +79,7 @@ def _forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if plain or self.parameter_name not in inner._parameters:
         return type(self).forward(self, x, *args, **kwargs)
     pairs = [(self.lora_A[name].weight, self.lora_B[name].weight) for name in active]
-    if hasattr(inner, _OF_RANKS):
+    if sums_gradients(inner):
         parameter, pairs = (
             _local(parameter, parameter),
             [tuple(_local(each, parameter) for each in pair) for pair in pairs],
