@@ -67,12 +67,16 @@ def options(name):
     }
 
 
+def whole_weights(model):
+    state = model.state_dict().items()
+    return {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in state}
+
+
 def trained(trainer, name):
     """Train, save, and load what was saved in the middle and at the end."""
     trainer.train()
     trainer.save_model(str(folder / name / "end"))
-    state = trainer.model.state_dict()
-    weights = {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in state.items()}
+    weights = whole_weights(trainer.model)
     last = LlamaForCausalLM.from_pretrained(folder / name / "end").state_dict()
     assert all(torch.equal(last[key], weights[key]) for key in last)
     middle = LlamaForCausalLM.from_pretrained(folder / name / "checkpoint-2").state_dict()
@@ -114,8 +118,7 @@ adapted = DPOTrainer(
 )
 adapted.train()
 adapted.save_model(str(folder / "adapted" / "end"))
-state = adapted.model.state_dict()
-weights = {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in state.items()}
+weights = whole_weights(adapted.model)
 set_seed(0)
 loaded = PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**SIZES)), folder / "adapted" / "end").state_dict()
 assert loaded.keys() == weights.keys() and all(torch.equal(loaded[key], weights[key]) for key in loaded)

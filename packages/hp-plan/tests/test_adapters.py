@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hp_dtensor import DTensor
 from hp_fsdp import (
     MixedPrecisionPolicy,
     full_state_dict,
@@ -194,11 +193,7 @@ def test_a_trainer_saves_a_planned_model_from_all_ranks(tmp_path: Path):
         arguments = TrainingArguments(str(tmp_path / "lora"), use_cpu=True, dataloader_pin_memory=False, **settings)
         Trainer(adapted, arguments, train_dataset=tokens).train()
         loaded = PeftModel.from_pretrained(llama(), str(tmp_path / "lora" / "checkpoint-3"))
-    state = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in adapted.state_dict().items()
-    }
-    expected = get_peft_model_state_dict(adapted, state)
+    expected = get_peft_model_state_dict(adapted, full_state_dict(adapted, cpu=True))
     found = get_peft_model_state_dict(loaded)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert all(value.any() for value in found.values())

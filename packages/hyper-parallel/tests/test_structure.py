@@ -21,9 +21,14 @@ LOW = "def late():\n    from hp_p import high\n"
 
 @pytest.fixture(scope="module")
 def structure() -> Any:
-    spec = importlib.util.spec_from_file_location("structure", SCRIPT)
+    return loaded("structure", SCRIPT)
+
+
+def loaded(name: str, path: Path) -> Any:
+    """Load a script as a module."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules["structure"] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -113,18 +118,13 @@ def test_a_walk_counts_files_moves_and_stays(tmp_path: Path) -> None:
     (folder / "inner.py").write_text("def again(plan): return plan\ndef check(plan): return again(plan)\n")
     outer = "import inner\ndef apply(plan):\n    inner.check(plan)\n    len('not ours')\n    return inner.again(plan)\n"
     (folder / "outer.py").write_text(outer)
-    loaded = {}
-    for name in ("inner", "outer", "walks"):
-        path = SCRIPT.with_name("walks.py") if name == "walks" else folder / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        loaded[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(loaded[name])
-    for name in loaded:
+    paths = {"inner": folder / "inner.py", "outer": folder / "outer.py", "walks": SCRIPT.with_name("walks.py")}
+    modules = {name: loaded(name, path) for name, path in paths.items()}  # outer imports inner
+    for name in paths:
         del sys.modules[name]
     plan = object()
-    walk = loaded["walks"].Walk(plan)
-    assert walk.run(lambda: loaded["outer"].apply(plan)) is plan
+    walk = modules["walks"].Walk(plan)
+    assert walk.run(lambda: modules["outer"].apply(plan)) is plan
     assert list(walk.files) == ["outer.py", "inner.py"]
     assert str(walk) == "2 files, 4 moves, 4 stays, 0 returns"  # apply, check, again and again
 

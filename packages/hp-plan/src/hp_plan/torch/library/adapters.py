@@ -148,8 +148,8 @@ def _named(patterns: Iterable[str], names: list[str], key: str, what: str) -> li
         ends = [name for name in names if name == pattern or name.endswith(f".{pattern}")]
         own = [pattern] if ends else matching(pattern, names)
         if not own:
-            ends = [end for end in dict.fromkeys(name.rpartition(".")[2] for name in names) if not end.isdigit()]
-            faults.append(matches_nothing(f"{key}[{number}]", pattern, [*ends, *names], what=what))
+            tails = [tail for tail in dict.fromkeys(name.rpartition(".")[2] for name in names) if not tail.isdigit()]
+            faults.append(matches_nothing(f"{key}[{number}]", pattern, [*tails, *names], what=what))
         found += own
     if faults:
         raise PlanError(faults)
