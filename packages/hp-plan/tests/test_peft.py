@@ -173,6 +173,9 @@ def test_adapters_of_the_parameters_of_experts(config: str, mesh: dict[str, int]
     plan = ParallelPlan.from_dict({"model": model, "mesh": mesh, "run": {"dtype": "float64"}, **fsdp})
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     with Float64():
+        late = adapted(apply(build_model(plan, device=device_type()), plan), ["q_proj"], target_parameters=targets)
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"target_parameters.* before hp_plan\.apply"):
+            late(input_ids=torch.arange(12, device=device_type()).view(2, 6))
         reference: Any = adapted(build_model(plan, device=device_type()), ["q_proj"], target_parameters=targets)
         sharded: Any = apply(
             adapted(build_model(plan, device=device_type()), ["q_proj"], target_parameters=targets), plan

@@ -78,7 +78,7 @@ def set_(tensor: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             "set_ of a DTensor is not supported, because it takes no local tensor. torch.distributed.checkpoint"
             ".async_save copies with it: copy the state yourself, as StateDictOptions(cpu_offload=True) does, and save"
             " in a thread. Parametrizations (weight_norm) write with it: register them before fully_shard or"
-            " distribute_tensor"
+            " distribute_tensor; adapters that peft adds to parameters (target_parameters) before hp_plan.apply"
         )
     return torch.Tensor.set_(tensor, *args, **kwargs)
 

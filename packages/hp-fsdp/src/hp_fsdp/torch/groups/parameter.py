@@ -222,7 +222,8 @@ def lost_write(module: str, names: list[str], *, replicated: bool) -> str:
     return (
         f"fully_shard: forward of {module} wrote to one of its parameters ({among})."
         f" {replicas if replicated else copies}. Keep what forward writes in a buffer (register_buffer), leave"
-        " the parameter out with ignored_params=[...], or write to it outside of forward"
+        " the parameter out with ignored_params=[...], or write to it outside of forward. Adapters that peft adds to"
+        " parameters (target_parameters) write so: add them before hp_plan.apply, which then sums beside the parameter"
     )
 
 
