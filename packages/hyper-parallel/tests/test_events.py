@@ -104,6 +104,7 @@ def test_what_ranks_write_by_themselves_stands_above_the_live_table(tmp_path):
         terminal.rest()
         assert process.wait() == 0, terminal.raw
     lines = screen(terminal.raw)
+    assert lines[0] == "starting 2 ranks"
     table = next(number for number, line in enumerate(lines) if line.split()[:3] == ["step", "loss", "grad"])
     assert [line.split()[0] for line in lines[table + 1 : table + 5]] == ["1", "2", "3", "4"], "\n".join(lines)
     for call in range(1, 5):

@@ -527,6 +527,8 @@ def _run(work: Callable[[Job], Any], job: Job, ranks: int) -> Any:
     """Run on new ranks, or on the rank that this process is, and return rank 0's result."""
     if inside_launcher():
         return work(job)
+    if sys.stderr.isatty():  # It takes seconds until a rank has something to show.
+        typer.echo(f"starting {ranks} rank{'s' if ranks != 1 else ''}", err=True)
     return launcher().launch(work, job, ranks=ranks)[0]
 
 
