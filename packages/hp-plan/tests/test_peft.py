@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hp_dtensor import DTensor, Shard, init_device_mesh
+from hp_moe import ExpertPlacement, place_experts
 from hp_plan import ParallelPlan, apply, build_model
 from hp_plan.torch.comparing.float64 import Float64
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -187,3 +188,8 @@ def test_adapters_of_the_parameters_of_experts(config: str, mesh: dict[str, int]
             with sharded.disable_adapter(), reference.disable_adapter():
                 assert not torch.equal(sharded(input_ids=rows).logits, adapting)
                 torch.testing.assert_close(sharded(input_ids=rows).logits, reference(input_ids=rows).logits)
+        if "ep" in mesh and "dp_shard" not in mesh:
+            experts = sharded.get_base_model().model.layers[0].mlp.experts.get_base_layer()
+            with pytest.raises(NotImplementedError, match="adapters of their parameters would stay"):
+                place_experts(experts, ExpertPlacement((1, 0, 1, 0), ((),) * 4, 2), optimizer=())
+            place_experts(experts, ExpertPlacement((0, 0, 1, 1), ((),) * 4, 2), optimizer=())

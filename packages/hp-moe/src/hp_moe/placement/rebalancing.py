@@ -65,8 +65,9 @@ def place_experts(module: Any, placement: ExpertPlacement, *, optimizer: Any = N
         TypeError: a module without a style of experts.
         ValueError: a placement of another number of experts or ranks, with more replicas on a rank than it has slots,
             with other homes and no optimizer; ranks that were passed different ones.
-        NotImplementedError: other homes, on MindSpore, under fully_shard, or under an optimizer whose states are not
-            laid out as their parameters.
+        NotImplementedError: other homes, on MindSpore, under fully_shard, under an optimizer whose states are not
+            laid out as their parameters, or of a module whose attribute ``tied_to_experts`` names tensors outside of it
+            that are sharded as its experts are.
     """
     layer = getattr(module, "_expert_layer", None)
     if layer is None:
@@ -80,7 +81,7 @@ def place_experts(module: Any, placement: ExpertPlacement, *, optimizer: Any = N
     try:
         layer.check(placement)
         if moves:
-            _check_homes(layer, placement, optimizer)
+            _check_homes(module, layer, placement, optimizer)
             axes = 1 if layer.features is None else 2
             belongings = port().belongings(module, layer.own.parameters, layer.placement.cut(), axes, optimizers)
     except (ValueError, NotImplementedError) as error:
@@ -91,8 +92,13 @@ def place_experts(module: Any, placement: ExpertPlacement, *, optimizer: Any = N
     layer.place(placement)
 
 
-def _check_homes(layer: ExpertLayer, placement: ExpertPlacement, optimizer: Any) -> None:
-    """Refuse other homes that a layer has no memory for, or that leave optimizer states behind."""
+def _check_homes(module: Any, layer: ExpertLayer, placement: ExpertPlacement, optimizer: Any) -> None:
+    """Refuse other homes that a layer has no memory for, or that leave something behind."""
+    if (left := getattr(module, "tied_to_experts", None)) is not None:
+        raise NotImplementedError(
+            f"{layer.own.name}: experts get other homes, but {left} would stay; give a placement with"
+            " the same homes"
+        )
     before, after = ([each.home.count(rank) for rank in range(each.ranks)] for each in (layer.placement, placement))
     if before != after:
         raise ValueError(

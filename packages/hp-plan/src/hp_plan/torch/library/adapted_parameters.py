@@ -38,6 +38,8 @@ def shard_adapters(model: nn.Module) -> None:
         inner, parameter = _adapted(wrapper)
         if not isinstance(parameter, DTensor) or all(each.is_replicate() for each in parameter.placements):
             continue
+        if parameter.dim() == 3:  # hp_moe.place_experts moves experts, without what is beside them
+            inner.tied_to_experts = "adapters of their parameters"
         for name, first in wrapper.lora_A.items():
             second, rank = wrapper.lora_B[name], wrapper.r[name]
             pairs = [_beside(each, rank, inner, parameter.dim()) for each in parameter.placements]
