@@ -96,8 +96,7 @@ def _check_homes(module: Any, layer: ExpertLayer, placement: ExpertPlacement, op
     """Refuse other homes that a layer has no memory for, or that leave something behind."""
     if (left := getattr(module, "tied_to_experts", None)) is not None:
         raise NotImplementedError(
-            f"{layer.own.name}: experts get other homes, but {left} would stay; give a placement with"
-            " the same homes"
+            f"{layer.own.name}: experts get other homes, but {left} would stay; give a placement with the same homes"
         )
     before, after = ([each.home.count(rank) for rank in range(each.ranks)] for each in (layer.placement, placement))
     if before != after:
