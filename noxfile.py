@@ -6,6 +6,10 @@ Three scopes of the tests:
     nox -t torch-cpu                      every package, in one process, on that backend
     nox -s "tests(torch-cpu, hp-fsdp)"    one package, in an environment with its own dependencies only
 
+and before a commit:
+
+    nox -s smoke                          a few tests of each package and every command, in a minute
+
 What follows `--` goes to pytest: `nox -s "tests(torch-cpu, hp-fsdp)" -- -k uneven -x`. Paths below packages/ take the
 place of all packages: `nox -t torch-cpu -- packages/hp-fsdp packages/hp-plan`. Where no device is needed, two tests run
 at a time; `-n 0` runs them in pytest's own process, for `-s` and `--pdb`.
@@ -115,6 +119,16 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
 def tests(session: nox.Session, backend: str) -> None:
     """Tests every package in one process on one backend."""
     run_tests(session, backend, PACKAGES)
+
+
+@nox.session(tags=["smoke"], default=False)
+def smoke(session: nox.Session) -> None:
+    """A minute on PyTorch on the CPU: a few tests of each package, and every command once."""
+    others = ("pytest-xdist", "peft", "transformers")
+    install(session, *PACKAGES, extras="[torch,test]", others=others)
+    tests = sorted(ROOT.glob("packages/*/tests/**/test_*.py"))
+    marked = [str(path.relative_to(ROOT)) for path in tests if "@pytest.mark.smoke" in path.read_text(encoding="utf-8")]
+    session.run("python", "-m", "pytest", *marked, "--tier", "smoke", "--numprocesses=2", *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)

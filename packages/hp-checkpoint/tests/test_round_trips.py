@@ -97,6 +97,7 @@ def test_other_ranks_load_what_four_wrote(tmp_path):
     assert (as_array(state["model"]["w"]) == array).all() and state["step"] == 7
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_ranks_with_different_tensors(tmp_path):
     """As the stages of a pipeline: each rank has its own tensors, plain or on a mesh of its own, and own values."""

@@ -57,6 +57,7 @@ def _rows(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
             setattr(module, key, nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)])))
 
 
+@pytest.mark.smoke
 @on_ranks(2, 3)
 def test_modules(ranks: int) -> None:
     mesh = _mesh(ranks)

@@ -26,6 +26,7 @@ def whole(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device_type())
 
 
+@pytest.mark.smoke
 @on_ranks(2, 3)
 def test_values_and_gradients_of_inputs_and_weights(ranks):
     mesh = init_device_mesh(device_type(), (ranks,))

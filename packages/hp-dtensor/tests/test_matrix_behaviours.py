@@ -17,6 +17,7 @@ pytestmark = pytest.mark.framework("torch")
 S0, S1, S2 = Shard(0), Shard(1), Shard(2)
 
 
+@pytest.mark.smoke
 @on_ranks(2, 3)
 def test_every_combination_of_two_operands(ranks: int) -> None:
     mesh = line(ranks)

@@ -195,6 +195,7 @@ def test_a_mesh_that_leaves_ranks_out() -> None:
         assert sum(counted.values()) == 1
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_ranks_that_are_not_there() -> None:
     with pytest.raises(ValueError, match=r"ranks \[2, 3\] of \[0, 1, 2, 3\] are not in the world of 2 ranks"):

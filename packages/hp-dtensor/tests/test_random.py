@@ -73,6 +73,7 @@ FILLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.smoke
 @on_ranks(2, 3, 4)
 def test_bits_are_those_of_one_device(ranks: int) -> None:
     mesh = init_device_mesh(device_type(), MESHES[ranks])

@@ -24,6 +24,7 @@ class Seen(Net):
         return super().forward(x)
 
 
+@pytest.mark.smoke
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("sync", [True, False])
 def test_computes_low_and_reduces_high(sync: bool):

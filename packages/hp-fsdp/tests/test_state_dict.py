@@ -32,6 +32,7 @@ FULL = StateDictOptions(full_state_dict=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
+@pytest.mark.smoke
 @on_ranks(1, 2, 3)
 def test_names_order_and_values_of_the_unsharded_model():
     reference, model = pair(Buffered)

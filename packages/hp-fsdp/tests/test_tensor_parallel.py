@@ -87,6 +87,7 @@ def build(mesh: DeviceMesh, sequence: bool) -> tuple[nn.Module, nn.Module]:
     return reference, fully_shard(model, mesh["dp_shard"])
 
 
+@pytest.mark.smoke
 @on_ranks(2, 4, thorough=(8,))
 @pytest.mark.parametrize("sequence", [False, True])
 def test_training_on_two_axes(ranks: int, sequence: bool):

@@ -35,6 +35,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.smoke
 @on_ranks(1, 2, 3, 4, thorough=(8,))
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_group_for_each_block(reshard: bool):

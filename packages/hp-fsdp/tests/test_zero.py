@@ -26,6 +26,7 @@ def made(level: str, threshold: int = 0, shard_size: int = -1, **options):
     return reference, hsdp(model, shard_size, threshold, level, **options)
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 @pytest.mark.parametrize(("level", "gathers"), [("level1", (4, 0)), ("level2", (4, 0)), ("level3", (7, 7))])
 def test_levels_say_how_often_parameters_are_gathered(level, gathers):

@@ -81,6 +81,7 @@ def test_exchanges_equal_one_process(dispatcher):
     compare(ExpertParallel(dispatcher))
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "deredundency"])
 def test_parts_of_the_tokens_equal_one_process(dispatcher):

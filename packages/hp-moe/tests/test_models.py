@@ -18,6 +18,7 @@ def check(*runs: Run) -> None:
         assert error < 1e-12, (run, error)
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_equal_one_process(family):

@@ -60,6 +60,7 @@ def compare(model: torch.nn.Module, reference: torch.nn.Module, bits: bool) -> N
         torch.testing.assert_close(gradient, other, **tolerance, msg=name)
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("change", CHANGES)

@@ -57,6 +57,7 @@ def check(lay: Callable[[Net], None]) -> None:
             assert torch.equal(truth[name], made[name]), (name, dtype)
 
 
+@pytest.mark.smoke
 @on_ranks(2, 3)
 @pytest.mark.parametrize("lay", [ragged, ragged_groups, slices, tensor_parallel])
 def test_bits_do_not_depend_on_the_layout(lay: Callable[[Net], None]):

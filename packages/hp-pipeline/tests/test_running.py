@@ -79,6 +79,7 @@ def close(tensor, expected, exact):
     assert torch.equal(tensor, expected) if exact else torch.allclose(tensor, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.smoke
 @on_ranks(1, 2, 4, thorough=(3,))
 @pytest.mark.parametrize("name", [*LINE, *V, *LOOP])
 def test_every_schedule_equals_one_process(name, ranks):

@@ -58,6 +58,7 @@ def compare(family, schedule, micro_batches=4, ignored=False, *, group=None, par
     assert names <= {name for each in owners for name in each} <= set(named)
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("family", "schedule"),

@@ -31,6 +31,7 @@ def llama(mesh, styles="auto", overrides=(), **sections):
     return ParallelPlan.from_dict({"model": model, "mesh": mesh, "styles": styles, **sections})
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_what_goes_in_and_comes_out_is_plain():
     plan = llama({"tp": 2})

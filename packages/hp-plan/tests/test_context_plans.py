@@ -45,6 +45,7 @@ def check(plan: ParallelPlan) -> None:
     assert {"model.embed_tokens", "model.layers.1.self_attn.o_proj", "lm_head"} <= {row.module for row in result.rows}
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 @pytest.mark.parametrize("context", [{}, {"ulysses_degree": 1}, {"ulysses_degree": 1, "load_balance": False}], ids=str)
 def test_two_ranks(context):

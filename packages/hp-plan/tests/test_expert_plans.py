@@ -30,6 +30,7 @@ def check(plan, tolerance=1e-10):
     assert result.passed, f"{result.first} differs: {result.largest:.1e}"
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("config", "mesh", "experts"),

@@ -22,6 +22,7 @@ def check(name, cell):
     return found
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "mixtral", "gpt_oss", "deepseek_v2", "qwen3_next", "mamba2"])
 def test_causal_language_models(name):

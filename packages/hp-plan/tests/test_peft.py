@@ -85,6 +85,7 @@ def check(mesh: dict[str, int], styles: str = "auto", **options: Any) -> None:
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 @pytest.mark.parametrize("mesh", ["fsdp", "tp"])
 def test_adapters_on_two_ranks(mesh: str):

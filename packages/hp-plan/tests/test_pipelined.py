@@ -45,6 +45,7 @@ def check(plan: ParallelPlan, modules=BLOCKS | {"model.embed_tokens", "lm_head"}
     assert modules <= {row.module for row in result.rows}
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 @pytest.mark.parametrize(
     "schedule",

@@ -59,6 +59,7 @@ def check(tensor, expected, dtype="float64"):
     np.testing.assert_allclose(as_array(tensor).astype(np.float64), expected, rtol=rtol)
 
 
+@pytest.mark.smoke
 @every_size
 @both_ways
 @pytest.mark.parametrize("op", REDUCE)

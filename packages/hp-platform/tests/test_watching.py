@@ -45,6 +45,7 @@ def all_texts(output):
     return b"".join(share_bytes(output.getvalue().encode(), get_platform().groups.default_group())).decode()
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_a_rank_that_does_not_come_is_named_with_its_stack():
     platform = get_platform()

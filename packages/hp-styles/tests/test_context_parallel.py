@@ -56,6 +56,7 @@ def _equals_one_process(model: Model, style: ContextParallel, *, recompute: str 
         torch.testing.assert_close(model(part["ids"], part["places"]), logits.detach())
 
 
+@pytest.mark.smoke
 @on_ranks(2, 4)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("load_balance", [False, True], ids=["consecutive", "balanced"])

@@ -114,6 +114,7 @@ def _ids(rows: int = 3) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (rows, LENGTH), device=device_type())
 
 
+@pytest.mark.smoke
 @on_ranks(2, 4)
 @pytest.mark.parametrize("sequence", [True, False])
 def test_training_a_transformer_with_tied_weights(sequence: bool) -> None:

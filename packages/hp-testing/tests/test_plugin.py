@@ -171,6 +171,25 @@ def test_sizes(size): ...
 
 
 @ONCE
+def test_smoke_is_a_case_of_each_test_with_the_mark(tmp_path):
+    text = """
+import pytest
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("size", [1, 8])
+def test_sizes(size): ...
+
+@pytest.mark.smoke
+@on_ranks(1, 2)
+def test_ranks(): ...
+
+def test_another(): ...
+"""
+    output = run_pytest(tmp_path, "-v", "--tier", "smoke", text=text)
+    assert re.findall(r"::(test_\w+(?:\[\w+\])?) PASSED", output) == ["test_sizes[1]", "test_ranks[ranks2]"]
+
+
+@ONCE
 def test_ranks_end_once_the_last_test_of_their_number_is_done(tmp_path):
     output = run_pytest(
         tmp_path,

@@ -80,6 +80,7 @@ def test_training_goes_on_in_another_layout(tmp_path, kind):
             torch.testing.assert_close(value, whole(model)[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_a_resumed_run_is_the_same_run(tmp_path):
     """Same layout: bit for bit, with the schedule."""

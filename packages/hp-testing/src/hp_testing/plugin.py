@@ -23,7 +23,7 @@ IMPORTS = {"torch": {"torch", "torch_npu", "transformers"}, "mindspore": {"minds
 TITLES = {"torch": "PyTorch", "mindspore": "MindSpore"}
 NEUTRAL = "torch-cpu"  # where tests are run that no framework takes part in
 ELSEWHERE = f"no framework in it: run on {NEUTRAL}"
-TIERS = ("device", "usual", "all")
+TIERS = ("smoke", "device", "usual", "all")
 LEFT_OUT = "hp_testing left out"  # in what a worker of pytest-xdist tells
 # How many tests the tier left out.
 _OTHER_TIER = pytest.StashKey[int]()
@@ -42,8 +42,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     parser.addoption(
         "--tier",
         choices=TIERS,
-        help="all tests, those that are not marked `thorough`, or those marked `device` and the first of each module"
-        " (default: device on torch-npu-sim, whose kernels are the CPU's, else usual)",
+        help="all tests, those that are not marked `thorough`, those marked `device` and the first of each module, or a"
+        " case of those marked `smoke` (default: device on torch-npu-sim, whose kernels are the CPU's, else usual)",
     )
     config = cast(pytest.Config, pluginmanager.get_plugin("pytestconfig"))
     with contextlib.suppress(pytest.UsageError):  # pytest reports it when it parses all arguments
@@ -69,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     text = (
         "framework(name): the test is for one framework, torch or mindspore, though its module imports none at its top"
     )
+    config.addinivalue_line("markers", text)
+    text = "smoke: of the few that show in a minute that nothing is broken as a whole; see --tier"
     config.addinivalue_line("markers", text)
     text = "device: the test is of what another device or its plugin for PyTorch can break; see --tier"
     config.addinivalue_line("markers", text)
@@ -130,14 +132,16 @@ def _keep_tier(config: pytest.Config, items: list[pytest.Item], tier: str) -> No
     """Leave out the tests that are not of a tier. Where tests were chosen by name, nothing is left out.
 
     Of `device` is what the kernels of another device, its streams and its communication have a part in; the first test
-    of each module stays, so that every feature is tried once.
+    of each module stays, so that every feature is tried once. Of `smoke` is a case of each test with the mark, that on
+    two ranks where there is one.
     """
     if tier == "all" or any("::" in argument for argument in config.args):
         return
     modules: set[Path] = set()
+    smoke = _smoke(items) if tier == "smoke" else set()
     kept, left = [], []
     for item in items:
-        stays = not item.get_closest_marker("thorough")
+        stays = item in smoke if tier == "smoke" else not item.get_closest_marker("thorough")
         if stays and tier == "device":
             stays = item.path not in modules or item.get_closest_marker("device") is not None
             modules.add(item.path)
@@ -146,6 +150,17 @@ def _keep_tier(config: pytest.Config, items: list[pytest.Item], tier: str) -> No
         config.hook.pytest_deselected(items=left)
         config.stash[_OTHER_TIER] = len(left)
         items[:] = kept
+
+
+def _smoke(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Choose a case of each test that is marked `smoke`."""
+    chosen: dict[tuple[Path, object], pytest.Item] = {}
+    for item in items:
+        if item.get_closest_marker("smoke"):
+            first = chosen.setdefault((item.path, getattr(item, "originalname", item.name)), item)
+            if _world_size(first) != 2 == _world_size(item):
+                chosen[item.path, getattr(item, "originalname", item.name)] = item
+    return set(chosen.values())
 
 
 def _world_size(item: pytest.Item) -> int:

@@ -19,6 +19,7 @@ from hp_plan.extend import Choice, Outlook
 from hyper_parallel.data import DataError, TokenFile, find_files, has_tokens
 from hyper_parallel.data.documents import read_documents, text_files
 from hyper_parallel.data.examples import Examples
+from hyper_parallel.data.opening import are_bytes
 from hyper_parallel.data.tokenization.tokenized import tokenizer_of
 from hyper_parallel.data.tokenization.tokenizing import Tokenizer, read_tokenizer
 from hyper_parallel.reports.display import make_console
@@ -60,7 +61,7 @@ def documents(plan: ParallelPlan, first: int, count: int) -> list[Shown]:
         DataError: the data can't be read, or has fewer documents.
     """
     tokenizer = tokenizer_of(plan)
-    if tokenizer is None and not has_tokens(plan.data):
+    if tokenizer is None and (not has_tokens(plan.data) or are_bytes(plan.data)):
         tokenizer = read_tokenizer(None)
     found = list(itertools.islice(_documents(plan, tokenizer), first, first + count))
     if not found:

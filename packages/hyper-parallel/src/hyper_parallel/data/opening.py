@@ -175,6 +175,11 @@ def has_tokens(section: DataSection) -> bool:
     return bool(tokens)
 
 
+def are_bytes(section: DataSection) -> bool:
+    """Return whether the token files of a section say that their tokens are bytes."""
+    return all(_described(path).get("tokenizer") == "bytes" for path in section.paths)
+
+
 def _vocabulary(path: str) -> int:
     """Return the vocabulary that a file's description names; 0 if there is no description."""
     described = _described(path)
