@@ -1,7 +1,6 @@
 # /// program
 # ranks = 2
 # tolerance = 1e-6  # the model's norms compute in float32
-# short = true
 # ///
 """The usual loss, then losses of what is inside of sharded blocks: attention weights, what a hook kept."""
 

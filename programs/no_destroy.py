@@ -1,6 +1,5 @@
 # /// program
 # ranks = 2
-# short = true
 # ///
 """A script that ends without destroy_process_group."""
 

@@ -1,5 +1,4 @@
 # /// program
-# short = true
 # [[launch]]
 # ranks = 2
 # send = "SIGKILL"

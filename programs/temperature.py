@@ -1,6 +1,5 @@
 # /// program
 # ranks = 2
-# short = true
 # ///
 """Logits divided by a temperature in place, as libraries for reinforcement learning do."""
 
