@@ -154,4 +154,4 @@ def port() -> Port:
 @functools.cache
 def link() -> Link:
     """Get the framework's copies."""
-    return load_port(Link)  # type: ignore[type-abstract]
+    return load_port(Link)

@@ -75,7 +75,7 @@ class ParallelStyle(ABC):
         own = vars(cls)
         steps, apply = sorted(_STEPS.intersection(own)), cls.apply
         if "apply" in own or "_apply" in own:
-            cls.apply, cls._apply = own.get("apply", own.get("_apply")), own.get("_apply", own.get("apply"))  # type: ignore[method-assign]
+            cls.apply, cls._apply = own.get("apply", own.get("_apply")), own.get("_apply", own.get("apply"))
         elif steps and apply.__module__.startswith("hp_") and apply is not ParallelStyle.apply:
             raise TypeError(
                 f"{cls.__name__} overrides {', '.join(steps)}, which a style of torch calls in its _apply, and"

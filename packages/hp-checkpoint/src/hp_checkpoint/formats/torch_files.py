@@ -166,7 +166,7 @@ class Archive(io.RawIOBase):
         ends = (0, min(_EDGE, length)), (max(0, length - _EDGE), length)
         self._edges = [(start, stop, self._bytes(start, stop)) for start, stop in ends]
         try:
-            listed = zipfile.ZipFile(self).infolist()  # type: ignore[arg-type]
+            listed = zipfile.ZipFile(self).infolist()
         except InvalidCheckpointError:
             raise
         except Exception as error:  # whatever a damaged one leads to

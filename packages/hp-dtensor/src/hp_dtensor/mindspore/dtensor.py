@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mindspore import Parameter, Tensor, mint, ops
-from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
+from mindspore._c_expression import TensorPy
 
 from hp_dtensor.layout.placements import Placement, Replicate
 from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, grad_spec, normalize, varying
@@ -56,7 +56,7 @@ def wrap(local: Tensor, spec: TensorSpec) -> DTensor:
     else:
         local.__class__ = DTensor
     local._spec = spec
-    return local  # type: ignore[return-value]
+    return local
 
 
 def unwrap(tensor: DTensor) -> Tensor:
@@ -217,7 +217,7 @@ class DTensor(Tensor):
 
     # ---- metadata: global, or the local tensor's in local mode ----
     @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    def shape(self) -> tuple[int, ...]:
         return tuple(_shape(self)) if local_only() else self._spec.shape
 
     @property

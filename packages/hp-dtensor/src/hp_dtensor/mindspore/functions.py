@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import mindspore
 from mindspore import Tensor, _Function, ops
-from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
+from mindspore.graph.api import _pynative_executor
 from mindspore.ops import Primitive
 
 from hp_dtensor.functions.local_map import apply_function

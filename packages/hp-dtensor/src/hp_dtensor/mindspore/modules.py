@@ -20,8 +20,8 @@ from typing import Any
 
 import mindspore
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
-from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
-from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
+from mindspore._c_expression import TensorPy
+from mindspore.graph.api import _pynative_executor
 from mindspore.nn.utils import no_init_parameters
 
 from hp_dtensor.debugging.debug import Names, running
@@ -133,7 +133,7 @@ class DParameter(DTensor, Parameter):
         plain = unwrap(self)
         try:
             # MindSpore's initializers refuse a shape without elements, which a shard may have.
-            copy = plain.clone("same" if 0 in plain.shape else init)  # type: ignore[attr-defined]
+            copy = plain.clone("same" if 0 in plain.shape else init)
         finally:
             wrap(plain, spec)
         return copy if local_only() else wrap(copy, spec)
@@ -201,7 +201,7 @@ def init_parameters(module: nn.Cell) -> nn.Cell:
         spec = parameter._spec
         plain = unwrap(parameter)
         try:
-            plain.init_data()  # type: ignore[attr-defined]
+            plain.init_data()
             replicated = spec.with_placements([Replicate()] * spec.mesh.ndim)
             set_local(plain, execute(plain.copy(), replicated, spec))
         finally:

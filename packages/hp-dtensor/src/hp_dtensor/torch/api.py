@@ -178,7 +178,7 @@ def _keep_identity(module: torch.nn.Module, before: Mapping[str, torch.nn.Parame
         module._parameters[name] = old
         del new
         if (holder := reference()) is not None:
-            module._parameters[name] = holder  # type: ignore[assignment]
+            module._parameters[name] = holder
             continue
         gradient, old.grad = old.grad, None
         become(old, sharded)
@@ -200,7 +200,7 @@ def become(parameter: torch.nn.Parameter, sharded: DTensor) -> None:
     for name in OWN:  # what belongs to the memory that it had
         vars(parameter).pop(name, None)
     leaf = wrap(parameter, sharded._spec)
-    leaf._is_param = True  # type: ignore[attr-defined]
+    leaf._is_param = True
     for key in hooks or ():  # they are for gradients of this object, which are DTensors now
         hooks[key] = on_local_gradient(leaf, hooks[key])  # type: ignore[index]
 

@@ -31,7 +31,7 @@ _enabled = torch._C._is_torch_function_enabled
 T = torch.Tensor
 _shape = T.shape.__get__  # type: ignore[attr-defined]
 _dtype = T.dtype.__get__  # type: ignore[attr-defined]
-_device = T.device.__get__  # type: ignore[attr-defined]
+_device = T.device.__get__
 _get_requires_grad = T.requires_grad.__get__  # type: ignore[attr-defined]
 _set_requires_grad = T.requires_grad.__set__  # type: ignore[attr-defined]
 _get_grad = T.grad.__get__  # type: ignore[attr-defined]
@@ -39,7 +39,7 @@ _grad_fn = T.grad_fn.__get__  # type: ignore[attr-defined]
 _set_grad = T.grad.__set__  # type: ignore[attr-defined]
 _get_data = T.data.__get__  # type: ignore[attr-defined]
 _set_data = T.data.__set__  # type: ignore[attr-defined]
-_graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_graph_task = torch._C._current_graph_task_id
 _OWN = frozenset(  # not a copy's
     "_spec _called_in _holds _link _meets_plain _moved_from _node_taken _outside_graphs _passed_by _reads _retired"
     " _shadows _shows _strides".split()
@@ -203,7 +203,7 @@ class DTensor(torch.Tensor):
 
     # ---- metadata: global, or the local tensor's if interception is off ----
     @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
+    def shape(self) -> torch.Size:
         is_global = _enabled() and not _compiler._is_compiling_flag
         if not is_global or (_graph_task() != -1 and local_asked(sys._getframe(1))):
             return _impl(_shape, (), (self,))
@@ -226,7 +226,7 @@ class DTensor(torch.Tensor):
     ndimension = dim
 
     @property
-    def ndim(self) -> int:  # type: ignore[override]
+    def ndim(self) -> int:
         return len(self.shape)
 
     @overrides(T.numel)
@@ -247,15 +247,15 @@ class DTensor(torch.Tensor):
         return strides if dim is None else strides[dim]
 
     @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
+    def dtype(self) -> torch.dtype:
         return _impl(_dtype, (), (self,))
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return _impl(_device, (), (self,))
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return _impl(_get_requires_grad, (), (self,))
 
     @requires_grad.setter
@@ -264,7 +264,7 @@ class DTensor(torch.Tensor):
 
     # ---- autograd ----
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         if autograd.arriving:
             autograd.bring_gradients()
         grad = _impl(_get_grad, (), (self,))
@@ -296,7 +296,7 @@ class DTensor(torch.Tensor):
         _impl(_set_grad, (), (self, value))
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         hand_out(self)
         data = _impl(_get_data, (), (self,))
         if _enabled():
@@ -315,7 +315,7 @@ class DTensor(torch.Tensor):
         hand_out(self)
         _impl(_set_data, (), (self, value))
 
-    def register_hook(self, hook: Any) -> Any:  # type: ignore[override]
+    def register_hook(self, hook: Any) -> Any:
         autograd.make_way(self, hook)
         _impl(_grad_fn, (), (self,))  # of a view whose base was written to, torch crashes if register_hook creates it
         return _impl(T.register_hook, (), (self, _on_local_gradient(self, hook)))

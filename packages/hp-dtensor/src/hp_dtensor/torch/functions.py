@@ -95,7 +95,7 @@ class DFunction(torch.autograd.Function):
     _op_name: str = ""
 
     @classmethod
-    def apply(cls, *args: Any) -> Any:  # type: ignore[override]
+    def apply(cls, *args: Any) -> Any:
         """Run the function on Tensors or DTensors.
 
         Raises:

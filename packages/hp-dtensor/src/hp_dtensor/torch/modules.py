@@ -114,10 +114,10 @@ def give_memory(parameter: torch.Tensor, local: torch.Tensor) -> None:
     """
     trains = parameter.requires_grad
     with torch._C.DisableTorchFunctionSubclass():
-        hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
         torch._C._swap_tensor_impl(parameter, local.detach().requires_grad_(trains))
         # the swap exchanged them, too
-        parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, accumulated  # type: ignore[attr-defined]
+        parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, accumulated
     for name in OWN - {"_spec", "_meets_plain", "_outside_graphs"} | {"_is_hf_initialized"}:
         vars(parameter).pop(name, None)
 
@@ -190,8 +190,8 @@ def _inner_first(module: torch.nn.Module, seen: set[int] | None = None) -> Itera
     yield module
 
 
-_graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-_node = torch._C._current_autograd_node  # type: ignore[attr-defined]
+_graph_task = torch._C._current_graph_task_id
+_node = torch._C._current_autograd_node
 _next_number = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 _NEVER = 2**64
 

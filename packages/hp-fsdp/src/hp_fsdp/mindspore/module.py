@@ -52,7 +52,7 @@ class HSDPModule(ModuleAPI):
                 local shape; before anything is changed.
             NotImplementedError: a Cell inside changes states before they are loaded.
         """
-        refuse_hooks(self)  # type: ignore[arg-type]
+        refuse_hooks(self)
         for group in self._groups(True):
             group.reshard()
         own = dict(self.state_dict(keep_vars=True))  # type: ignore[attr-defined]

@@ -186,7 +186,7 @@ def _refuse_in_a_graph(name: str) -> None:
 
 
 # Dynamo runs such a function while it traces, so that its error is raised instead of a fall back to no graph.
-_refuse_in_a_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_refuse_in_a_graph._dynamo_marked_constant = True
 FSDPModule = HSDPModule
 """torch's name of the class."""
 

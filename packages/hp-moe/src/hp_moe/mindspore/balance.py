@@ -72,12 +72,12 @@ class MoEAuxLossAutoScaler(_Function):
         cls.scale = scale
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:
         ctx.dtype = loss.dtype
         return output * 1
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, Tensor(np.asarray(MoEAuxLossAutoScaler.scale)).astype(ctx.dtype)
 
 

@@ -40,12 +40,12 @@ class _Taken(_Function):
     """Rows at some places; the gradient is added up there."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Numbers) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, places: Numbers) -> Tensor:
         ctx.places, ctx.count = places, rows.shape[0]
         return _at(rows, places)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _added(grad, ctx.places, ctx.count), None
 
 
@@ -58,12 +58,12 @@ class Exchange(_Function):
     """An all-to-all of rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
         ctx.splits = sent, received, group
         return _all_to_all(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         sent, received, group = ctx.splits
         return _all_to_all(grad, received, sent, group), None, None, None
 
@@ -78,12 +78,12 @@ class Gathered(_Function):
     """The rows of all ranks; gradients are summed over them."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
         ctx.group = group
         return _gather(rows, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _scatter(grad, ctx.group), None
 
 
@@ -91,12 +91,12 @@ class Scattered(_Function):
     """A part of a sum over ranks; the transpose of ``Gathered``."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
         ctx.group = group
         return _scatter(rows, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _gather(grad, ctx.group), None
 
 
@@ -116,12 +116,12 @@ class Spread(_Function):
     """Rows repeated `times` and put in an order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Numbers, inverse: Numbers, times: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, order: Numbers, inverse: Numbers, times: int) -> Tensor:
         ctx.inverse, ctx.times = inverse, times
         return _at(rows, order // times)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         back = _at(grad, ctx.inverse)
         if ctx.times > 1:
             back = mint.sum(back.reshape(-1, ctx.times, *back.shape[1:]), 1)
@@ -132,14 +132,14 @@ class Combined(_Function):
     """Weighted sums of the rows of each token."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Numbers, inverse: Numbers) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Numbers, inverse: Numbers) -> Tensor:
         ctx.save_for_backward(rows, weights)
         ctx.order, ctx.inverse = order, inverse
         own = _at(rows, inverse).reshape(*weights.shape, -1)
         return mint.sum(own * weights.astype(rows.dtype).unsqueeze(-1), 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         rows, weights = ctx.saved_tensors
         each = grad.unsqueeze(1) * weights.astype(rows.dtype).unsqueeze(-1)
         own = _at(rows, ctx.inverse).reshape(*weights.shape, -1)
@@ -151,12 +151,12 @@ class Summed(_Function):
     """Rows added up where they belong."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Numbers, count: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, places: Numbers, count: int) -> Tensor:
         ctx.places, ctx.shape = places, rows.shape
         return _added(rows, places, count)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         rows = _at(grad, ctx.places) if grad.shape[0] else mint.zeros(ctx.shape, dtype=grad.dtype)
         return rows, None, None
 
@@ -165,12 +165,12 @@ class Repeated(_Function):
     """Each row as often as its group is long."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         ctx.places, ctx.count = np.repeat(np.arange(len(sizes)), sizes), len(sizes)
         return _at(rows, ctx.places)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _added(grad, ctx.places, ctx.count), None
 
 
@@ -178,13 +178,13 @@ class Grouped(_Function):
     """Each group of rows times a matrix of its own."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: Sequence[int], transposed: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: Sequence[int], transposed: bool) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.sizes, ctx.transposed = sizes, transposed
         return _by_group(rows, weight, sizes, transposed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         rows, weight = ctx.saved_tensors
         left, right = (rows, grad) if ctx.transposed else (grad, rows)
         at, matrices = 0, []

@@ -96,7 +96,7 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple[T, T]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T, T]:
         (loss,) = ctx.saved_tensors
         return grad, torch.ones_like(loss) * MoEAuxLossAutoScaler.scale
 

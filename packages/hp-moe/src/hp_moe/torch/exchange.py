@@ -22,7 +22,7 @@ class Spread(torch.autograd.Function):
         return rows.index_select(0, order if times == 1 else order.div(times, rounding_mode="floor"))
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple[T, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T, None, None, None]:
         (inverse,) = ctx.saved_tensors
         back = grad.index_select(0, inverse)
         return (back if ctx.times == 1 else back.unflatten(0, (-1, ctx.times)).sum(1)), None, None, None
@@ -38,7 +38,7 @@ class Combined(torch.autograd.Function):
         return (own * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple[T | None, T | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T | None, T | None, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
         to_rows = to_weights = None
         if ctx.needs_input_grad[0]:
@@ -59,7 +59,7 @@ class Summed(torch.autograd.Function):
         return rows.new_zeros((count, rows.shape[1])).index_add_(0, places, rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple[T, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T, None, None]:
         (places,) = ctx.saved_tensors
         return grad.index_select(0, places), None, None
 
@@ -73,7 +73,7 @@ class Repeated(torch.autograd.Function):
         return torch.repeat_interleave(rows, torch.tensor(sizes, device=rows.device), dim=0, output_size=sum(sizes))
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple[T, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T, None]:
         return torch.stack([part.sum(0) for part in grad.split(list(ctx.sizes))]), None
 
 
@@ -88,7 +88,7 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:
         values = [value.detach().requires_grad_() for value in ctx.saved_tensors]
         with torch.enable_grad():
             out = ctx.function(*values)
@@ -117,7 +117,7 @@ class SwiGlu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:
         weights, *inner = ctx.saved_tensors
         (gate, up), to_inner = _halves(inner), [torch.empty_like(each) for each in inner]
         to_gate, to_up = _halves(to_inner)
@@ -160,7 +160,7 @@ class Pinned(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple[T, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T, None, None]:
         (again,) = ctx.saved_tensors
         if again.data_ptr() != ctx.chosen.data_ptr() and not torch.equal(again, ctx.chosen):
             raise RuntimeError(

@@ -54,7 +54,7 @@ class PieceSums:
         Raises:
             RuntimeError: the module ran twice in a pass; something else has changed the gradients.
         """
-        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        task = torch._C._current_graph_task_id()
         if task == self.task:
             raise RuntimeError(
                 "ExpertParallel(deterministic=True): experts ran more than once in one backward pass, which is one"
@@ -115,7 +115,7 @@ class _Pieces(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: T, *grads: T) -> tuple[T | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, _: T, *grads: T) -> tuple[T | None, ...]:
         sources, sums, shapes = ctx.sources, ctx.sums, ctx.shapes
         sums.begin(ctx.leaves)
         count, sizes = len(shapes), [prod(shape[1:]) for shape in shapes]
@@ -148,7 +148,7 @@ class _Copied(torch.autograd.Function):
         return rows.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> T:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> T:
         return grad.clone(memory_format=torch.contiguous_format)
 
 

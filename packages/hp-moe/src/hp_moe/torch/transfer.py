@@ -117,7 +117,7 @@ class _Ahead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:
         ctx.travel.wait()
         return None, *gradients
 
@@ -133,7 +133,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:
         returning, ctx.travel.returning = ctx.travel.returning, None
         return None, *(ctx.travel.send_back(gradients) if returning is None else returning)
 
@@ -148,7 +148,7 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:
         if not ctx.travel.early:
             ctx.travel.returning = ctx.travel.send_back(gradients)
         return None, *gradients  # of the shapes of what arrived: those that travel are handed out by `_Begin`
@@ -164,7 +164,7 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: T) -> tuple[T, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T, None]:
         return _scatter(grad, ctx.group), None
 
 
@@ -178,7 +178,7 @@ class Scattered(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: T) -> tuple[T, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T, None]:
         return _gather(grad, ctx.group), None
 
 

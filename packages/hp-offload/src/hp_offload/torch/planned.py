@@ -53,7 +53,7 @@ def apply(model: nn.Module, plan: MemoryPlan) -> None:
             mark(block)
             check.blocks.add(name)
             planned = _Planned(name, policies, block, swaps, check)
-            block.forward = functools.partial(planned.run, block.forward)  # type: ignore[method-assign]
+            block.forward = functools.partial(planned.run, block.forward)
 
 
 class _Planned:

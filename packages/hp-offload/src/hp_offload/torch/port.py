@@ -327,4 +327,4 @@ def wait(event: Event) -> None:
 
 
 def _bytes(storage: Storage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

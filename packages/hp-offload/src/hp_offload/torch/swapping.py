@@ -109,7 +109,7 @@ class _Swapped:
             raise changed(what, self.counter._version - self.version)
         storage, offset = self.entry.bring()
         new = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return new.set_(storage, offset // self.dtype.itemsize + self.offset, self.size, self.stride)  # type: ignore
+        return new.set_(storage, offset // self.dtype.itemsize + self.offset, self.size, self.stride)
 
 
 class _KeptIn(Kept):
@@ -184,7 +184,7 @@ class SwapRun:
         """Return what stands for a tensor that goes to the host."""
         with plain_torch():
             if type(tensor).__torch_dispatch__ is not _native and is_traceable_wrapper_subclass(tensor):  # type: ignore
-                names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+                names, context = tensor.__tensor_flatten__()
                 return _Wrapped(tensor, {name: self.out(getattr(tensor, name)) for name in names}, context)
             if stays(tensor):
                 return Kept(tensor)

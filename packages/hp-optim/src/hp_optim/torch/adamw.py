@@ -204,7 +204,7 @@ class AdamW(torch.optim.AdamW):
                 return [(block, call(block)) for block in self._blocks]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters.
 
         Args:

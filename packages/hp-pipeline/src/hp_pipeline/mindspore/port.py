@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mindspore import Tensor, _no_grad, mint, nn, ops
 from mindspore import dtype as mstype
-from mindspore._c_expression import run_backward  # type: ignore[attr-defined]
-from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
+from mindspore._c_expression import run_backward
+from mindspore.graph.api import _pynative_executor
 
 from hp_platform import get_platform
 

@@ -47,7 +47,7 @@ class TensorLayout:
     def wrapped(self, local: Any, mesh: Any) -> Any:
         """Return the tensor on a mesh of the same axes."""
         stride = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        return self.kind.from_local(local, mesh, self.placements, shape=self.shape, stride=tuple(stride))  # type: ignore[attr-defined]
+        return self.kind.from_local(local, mesh, self.placements, shape=self.shape, stride=tuple(stride))
 
     def __str__(self) -> str:
         """Write placements and axes."""

@@ -136,7 +136,7 @@ class _Debugger(pdb.Pdb):
             return
         caller = sys._getframe(1)
         while caller is not None:
-            caller.f_trace, caller = self.trace_dispatch, caller.f_back  # type: ignore[assignment]
+            caller.f_trace, caller = self.trace_dispatch, caller.f_back
         sys.settrace(self.trace_dispatch)
 
     def interaction(self, frame: Any, *rest: Any) -> None:

@@ -97,7 +97,7 @@ class _Held(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple[T, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T, None]:
         owed, total = list(ctx.owed), grad
         ctx.owed.clear()
         for zeros, compute in owed:

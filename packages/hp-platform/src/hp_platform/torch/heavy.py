@@ -136,7 +136,7 @@ class _Product(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> tuple[T | None, ...]:
         if torch.is_grad_enabled() and (ctx.edges or ctx.handle):
             raise RuntimeError(
                 f"This second derivative passes through {ctx.product.name} whose "
@@ -215,7 +215,7 @@ def mark(module: nn.Module) -> list[str]:
     for name, child in module.named_modules():
         own = vars(child).get("forward")
         if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward and own is None:
-            child.forward = functools.partial(_linear_forward, child, name)  # type: ignore[method-assign]
+            child.forward = functools.partial(_linear_forward, child, name)
             own = child.forward
         if isinstance(own, functools.partial) and own.func is _linear_forward:
             sites.append(own.args[1])
@@ -373,4 +373,4 @@ class DeferredGradients:
                 edges += each
                 gradients += compute()
         if edges:
-            torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
+            torch.autograd.backward(edges, gradients)

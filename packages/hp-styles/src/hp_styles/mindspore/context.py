@@ -107,12 +107,12 @@ class _Exchange(_Function):
     """An all-to-all forward, one backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Exchange, to_heads: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, plan: Exchange, to_heads: bool) -> Tensor:
         ctx.plan, ctx.to_heads = plan, to_heads
         return plan.run(x, to_heads=to_heads)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.plan.run(grad, to_heads=not ctx.to_heads), None, None
 
 
@@ -216,7 +216,7 @@ class _Sum:
 
 class _RingAttention(_Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, links: Links, blocks: Sequence[Block | None], scale: float
     ) -> Tensor:
         pair, total, wide = _Pair(k, v, q.shape[1]), _Sum(), _wide(q)
@@ -233,7 +233,7 @@ class _RingAttention(_Function):
         return total.out.astype(q.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         pair, scale, wide = _Pair(k, v, q.shape[1]), ctx.scale, _wide(q)
         grad = _wide(grad)

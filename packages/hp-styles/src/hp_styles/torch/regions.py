@@ -222,7 +222,7 @@ def _own_experts(module: torch.nn.Module, mesh: DeviceMesh, args: Any, kwargs: A
     mine = count // size
     others = chosen // mine != mesh.get_local_rank()
     before = {name: getattr(module, name) for name in ("num_experts", "_is_expert_parallel") if hasattr(module, name)}
-    module.num_experts = mine  # type: ignore[assignment]
+    module.num_experts = mine
     if "_is_expert_parallel" in before:
         module._is_expert_parallel = True  # type: ignore[assignment]
     try:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindspore import Parameter, Tensor, _Function, ops
-from mindspore._c_expression import NoFallbackGuard, TensorPy  # type: ignore[attr-defined]
-from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
+from mindspore._c_expression import NoFallbackGuard, TensorPy
+from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor.layout.spec import TensorSpec, backward_scale, grad_spec
 from hp_dtensor.mindspore.moves.redistribute import execute
@@ -68,7 +68,7 @@ class _Redistribute(_Function):
     """Redistribution of a local tensor from one layout to another."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, src: TensorSpec, dst: TensorSpec, vary: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, src: TensorSpec, dst: TensorSpec, vary: Any) -> Tensor:
         ctx.layouts = src, dst, vary
         with local_mode():
             if src is dst:
@@ -76,7 +76,7 @@ class _Redistribute(_Function):
             return execute(x, src, dst)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         _memo.clear()
         src, dst, vary = ctx.layouts
         scale = backward_scale(src, dst)
@@ -93,13 +93,13 @@ class _InDtypes(_Function):
     """A redistribution whose value and gradient are sent in dtypes of their own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, src: TensorSpec, dst: TensorSpec, forward: Any, backward: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, src: TensorSpec, dst: TensorSpec, forward: Any, backward: Any) -> Tensor:
         ctx.layouts, ctx.dtypes = (src, dst), (backward or x.dtype, x.dtype)
         with local_mode():
             return execute(x.to(forward or x.dtype), src, dst)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         _memo.clear()
         (src, dst), (sent, own) = ctx.layouts, ctx.dtypes
         scale = backward_scale(src, dst)
@@ -116,12 +116,12 @@ class _GradientAs(_Function):
     """The identity, whose gradient is redistributed to another layout."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, arrives: TensorSpec, leaves: TensorSpec) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, arrives: TensorSpec, leaves: TensorSpec) -> Tensor:
         ctx.layouts = arrives, leaves
         return TensorPy.reshape(x, arrives.local_shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         arrives, leaves = ctx.layouts
         with local_mode():
             moved = once_differentiable(lambda g: execute(g, arrives, leaves), lambda: _of(arrives, leaves), grad)
@@ -219,13 +219,13 @@ class _Once(_Function):
     """A function without a gradient: Note [Refused when it is used]."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], what: Callable[[], str], *gradients: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, function: Callable[..., Any], what: Callable[[], str], *gradients: Tensor) -> Any:
         ctx.what = what
         results = function(*gradients)  # copied: MindSpore treats a result on an argument's memory as a constant
         return tuple(each.copy() for each in results) if isinstance(results, tuple) else results.copy()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         raise NotImplementedError(
             f"{ctx.what()} was differentiated twice: on MindSpore its gradient is a number that has no gradient itself."
             " If you need only the gradient's values, pass them to ops.stop_gradient(); a penalty on gradients needs"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mindspore import Tensor, mint, ops
 from mindspore import dtype as mstype
-from mindspore._c_expression import MixedPrecisionType, NoFallbackGuard  # type: ignore[attr-defined]
-from mindspore.graph.api import _pynative_executor  # type: ignore[attr-defined]
+from mindspore._c_expression import MixedPrecisionType, NoFallbackGuard
+from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor.redistribution.executor import BOOL_OPS, PROGRAMS, Arrays, Run, program_of, run_of, wrong_part
 from hp_dtensor.redistribution.steps import AllReduce, AllToAll, Place, ReduceScatter, Slice, Step

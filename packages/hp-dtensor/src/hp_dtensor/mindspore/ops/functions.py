@@ -104,7 +104,7 @@ def _bind_products() -> None:
     bind(
         "embedding_of",
         "Embedding",
-        lambda call: [(*call.shape, call.tensors[1]._spec.shape[1])],  # type: ignore[union-attr]
+        lambda call: [(*call.shape, call.tensors[1]._spec.shape[1])],
         "input weight padding_idx=None max_norm=None norm_type=2 scale_grad_by_freq=False",
         "input weight",
     )
@@ -136,7 +136,7 @@ def _bind_products() -> None:
 
 
 def _matmul_shape(call: Call) -> list[Any]:
-    a, b = (tensor._spec.shape for tensor in call.tensors[:2])  # type: ignore[union-attr]
+    a, b = (tensor._spec.shape for tensor in call.tensors[:2])
     if call.bound["transpose_a"]:
         a = (*a[:-2], a[-1], a[-2])
     if call.bound["transpose_b"]:
@@ -293,13 +293,13 @@ _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 # ---- shapes ----
 def _asked(call: Call) -> list[Any]:
     """Return the kernel's result for one image of zeros, because its sizes depend on strides, padding and modes."""
-    first = call.tensors[0]._spec.shape  # type: ignore[union-attr]
+    first = call.tensors[0]._spec.shape
     tensors = iter(call.tensors)
 
     def zeros(value: Any) -> Any:
         if not hasattr(value, "_spec"):
             return value
-        shape = next(tensors)._spec.shape  # type: ignore[union-attr]
+        shape = next(tensors)._spec.shape
         return ops.zeros((1, *first[1:]) if shape is first else shape, value.dtype)
 
     with local_mode():
@@ -363,7 +363,7 @@ def _normed_image(call: Call) -> list[Any]:
 
 
 def _batch_normed(call: Call) -> list[Any]:
-    return [call.shape, *[call.tensors[1]._spec.shape] * 4]  # type: ignore[union-attr]
+    return [call.shape, *[call.tensors[1]._spec.shape] * 4]
 
 
 def _bind_images() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore import dtype as mstype
-from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
+from mindspore._c_expression import TensorPy
 
 from hp_dtensor.layout.placements import Replicate, Shard
 from hp_dtensor.layout.sharding import local_shape, take

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import mindspore
 from mindspore import Tensor, _Function, mint, ops
-from mindspore._c_expression import TensorPy  # type: ignore[attr-defined]
+from mindspore._c_expression import TensorPy
 
 from hp_dtensor.layout.placements import Shard
 from hp_dtensor.layout.sharding import chunk
@@ -139,12 +139,12 @@ class _Nothing(_Function):
     """What a product or a sum over no elements is: zeros, whose gradient is zeros."""
 
     @staticmethod
-    def forward(ctx: Any, shape: Any, dtype: Any, *operands: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, shape: Any, dtype: Any, *operands: Any) -> Any:
         ctx.made_of = [(tuple(TensorPy.shape.__get__(operand)), operand.dtype) for operand in operands]
         return _zeros(shape, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         return None, None, *(_zeros(shape, dtype) for shape, dtype in ctx.made_of)
 
 
@@ -220,11 +220,11 @@ class _Elsewhere(_Function):
     """Zeros for a value that another rank adds to a sum. The sum's gradient is the same on all ranks, and so is its."""
 
     @staticmethod
-    def forward(ctx: Any, value: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, value: Any) -> Any:
         return _zeros(tuple(TensorPy.shape.__get__(value)), value.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         return grad
 
 

@@ -57,7 +57,7 @@ class _Redistribute(torch.autograd.Function):
         return x.detach() if src is dst else exchanged(functools.partial(execute, x, src, dst)).detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         drop(ctx.source())
         return moved_back(grad, *ctx.layouts), None, None, None, None
 
@@ -109,7 +109,7 @@ class AsView(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
@@ -122,7 +122,7 @@ class GradientMoved(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return move(grad, *ctx.layouts), None, None
 
 
@@ -169,12 +169,12 @@ _grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 _hooks = torch.Tensor._backward_hooks.__get__  # type: ignore[attr-defined]
 _accumulate_hooks = torch.Tensor._post_accumulate_grad_hooks.__get__  # type: ignore[attr-defined]
 _retains = torch.Tensor.retains_grad.__get__  # type: ignore[attr-defined]
-_interception: Any = torch._C._EnableTorchFunction  # type: ignore[attr-defined]
+_interception: Any = torch._C._EnableTorchFunction
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 _grad_enabled = torch.is_grad_enabled
-_graph_task = torch._C._current_graph_task_id  # type: ignore[attr-defined]
-_engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_graph_task = torch._C._current_graph_task_id
+_engine = torch.autograd.Variable._execution_engine
 
 _COUNTING = frozenset(
     code for code in torch.autograd.graph.register_multi_grad_hook.__code__.co_consts if isinstance(code, CodeType)

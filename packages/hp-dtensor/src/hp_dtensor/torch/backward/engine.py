@@ -29,10 +29,10 @@ from hp_dtensor.torch.backward.own_functions import going_on
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
 from hp_platform import collectives, get_platform
 
-_backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_backward_id = torch._C._current_graph_task_id
 _transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
-_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
-_will_run = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
+_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+_will_run = torch._C._will_engine_execute_node
 _engine = graph._engine_run_backward
 _root_leaves: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 marks: list[Callable[[], Iterable[Mark]]] = []
@@ -97,7 +97,7 @@ def run(outputs: Any, gradients: Any, retain: bool, create: bool, inputs: Any, *
 
 def install_graph_tasks() -> None:
     """Have torch's functions begin their passes here."""
-    torch.autograd._engine_run_backward = graph._engine_run_backward = run  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = graph._engine_run_backward = run
 
 
 _impl: Any = torch._C._disabled_torch_function_impl
@@ -133,7 +133,7 @@ def backward_of(
     Raises:
         RuntimeError: no gradient for a root of several elements, or a gradient of another shape.
     """
-    if inputs is not None or self._spec.partial or torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+    if inputs is not None or self._spec.partial or torch._C._are_functorch_transforms_active():
         backward(None, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
         return
     run(
@@ -254,7 +254,7 @@ def _roots(tensors: Any, gradients: Any) -> tuple[tuple[Any, ...], tuple[Any, ..
     Raises:
         RuntimeError: a transform of ``torch.func`` is active, or a gradient is missing or of another shape.
     """
-    if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+    if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "backward of a DTensor inside a transform of torch.func is not supported: transforms don't see DTensors."
             " Call torch.autograd.grad outside of it"
@@ -270,7 +270,7 @@ def _roots(tensors: Any, gradients: Any) -> tuple[tuple[Any, ...], tuple[Any, ..
             ready.append(_start(index, tensor, gradient))
         else:
             gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            ready += torch.autograd._make_grads((tensor,), (gradient,), is_grads_batched=False)  # type: ignore[attr-defined]
+            ready += torch.autograd._make_grads((tensor,), (gradient,), is_grads_batched=False)
     return tuple(tensors), tuple(ready)
 
 

@@ -47,7 +47,7 @@ from hp_dtensor.torch.views.moved_view import MovedView
 
 _impl: Any = torch._C._disabled_torch_function_impl
 _enabled = torch._C._is_torch_function_enabled
-_on: Any = torch._C._EnableTorchFunction  # type: ignore[attr-defined]
+_on: Any = torch._C._EnableTorchFunction
 _Function: Any = torch.autograd.Function
 _apply: Any = vars(_Function)["apply"].__func__
 T = torch.Tensor
@@ -339,7 +339,7 @@ def install_hooks() -> None:
     _hooks.setup_input_hook, _hooks.setup_output_hook = _of_inputs, _of_outputs
 
 
-_functorch: Any = torch._functorch  # type: ignore[attr-defined]
+_functorch: Any = torch._functorch
 _WRAPPING = {
     _functorch.eager_transforms: {
         "_wrap_for_grad": "grad, vjp, jacrev",

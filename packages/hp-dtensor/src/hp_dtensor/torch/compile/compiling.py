@@ -97,7 +97,7 @@ def _torch_function_of_copy(cls: Any, func: Any, types: Any, args: Any = (), kwa
     return _copy(_local(out), out._spec, taken)
 
 
-@traces_as(MovedView.__torch_function__.__func__)  # type: ignore[attr-defined]
+@traces_as(MovedView.__torch_function__.__func__)
 def _torch_function_of_moved(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     graph.refuse_moved(func.name if isinstance(func, Override) else func)
 

@@ -45,7 +45,7 @@ class Override:
         def traced(*args: Any, **kwargs: Any) -> Any:
             return base(*args, **kwargs)
 
-        function._torchdynamo_inline = traced  # type: ignore[attr-defined]
+        function._torchdynamo_inline = traced
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self.function, instance)

@@ -50,7 +50,7 @@ class _InDtypes(torch.autograd.Function):
         return execute(x.to(forward or x.dtype), src, dst).detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         drop(None)
         sent, own = ctx.dtypes
         return autograd.moved_back(grad.to(sent), *ctx.layouts).to(own), None, None, None, None
@@ -213,7 +213,7 @@ class _Transfer(torch.autograd.Function):
         return execute_transfer(x, src, dst).detach()  # no view of a buffer: it may be written
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         drop(None)
         src, dst = ctx.layouts
         scale = _ranks_averaged(dst) / _ranks_averaged(src)

@@ -80,8 +80,8 @@ def _index(x: Any, pattern: tuple[Any, ...], *tensors: Any) -> Any:
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    shape = call.tensors[0]._spec.shape  # type: ignore[union-attr]
-    pattern, others = call.args[1], [tensor._spec.shape for tensor in call.tensors[1:]]  # type: ignore[union-attr]
+    shape = call.tensors[0]._spec.shape
+    pattern, others = call.args[1], [tensor._spec.shape for tensor in call.tensors[1:]]
     indices = [torch.empty(other, dtype=torch.int64, device="meta") for other in others]
     kept, _ = kept_dims(lambda meta: _index(meta, pattern, *indices), shape, _full(pattern, len(shape), shape))
     return {"kept": kept}
@@ -262,7 +262,7 @@ def _written(value: Any, spec: TensorSpec, kept: Items = (), ndim: int = 0) -> A
             dim = getattr(placement, "dim", None)
             at = kept.index(dim) - ndim + value.dim() if dim in kept else -1
             same = at >= 0 and dim is not None and value.shape[at] == spec.shape[dim]
-            placements.append(dataclasses.replace(placement, dim=at) if same else Replicate())  # type: ignore[call-arg]
+            placements.append(dataclasses.replace(placement, dim=at) if same else Replicate())
         else:
             placements.append(placement)
     vary = tuple(_is_cut(a) and b.is_replicate() for a, b in zip(spec.placements, placements, strict=True))

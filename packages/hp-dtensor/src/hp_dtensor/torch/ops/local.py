@@ -42,7 +42,7 @@ def _named(call: Call, name: str, position: int = 1) -> tuple[int, ...]:
 
 
 def _ndim(call: Call) -> int:
-    return len(call.tensors[0]._spec.shape)  # type: ignore[union-attr]
+    return len(call.tensors[0]._spec.shape)
 
 
 def to_arguments(call: Call) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _is_full(item: Any, size: int) -> bool:
 
 def index_arguments(call: Call) -> dict[str, Any]:
     """``kept``: dims taken in full stay as they are."""
-    shape = call.tensors[0]._spec.shape  # type: ignore[union-attr]
+    shape = call.tensors[0]._spec.shape
     kept: list[int | None] = []
     dim = 0
     for item in _expanded(call):
@@ -230,7 +230,7 @@ class Elsewhere(torch.autograd.Function):
         return torch.zeros_like(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> T:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> T:
         return _Counted.apply(grad) if torch.is_grad_enabled() and grad.requires_grad else grad
 
 
@@ -242,7 +242,7 @@ class _Counted(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> T:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> T:
         return torch.zeros_like(grad)
 
 

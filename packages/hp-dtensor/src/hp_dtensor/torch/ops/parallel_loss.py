@@ -150,7 +150,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (loss.sum() if options.reduction == "sum" else loss.sum() / total).to(options.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "cross_entropy of sharded classes has no second derivative (create_graph=True); gather the classes"

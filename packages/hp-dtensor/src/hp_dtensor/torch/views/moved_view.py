@@ -102,7 +102,7 @@ class _Link:
 class MovedView(DTensor):
     """A DTensor that is a view of another one, but a copy in memory. See Note [A view that moved]."""
 
-    @property  # type: ignore[override]
+    @property
     def _spec(self) -> Any:
         _follow(self)
         return self.__dict__["_spec"]
@@ -112,7 +112,7 @@ class MovedView(DTensor):
         vars(self)["_spec"] = spec
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         result: Any = DTensor.data.fget(self)  # type: ignore[attr-defined]
         return shares(result, self) if _enabled() else result
 

@@ -62,14 +62,14 @@ class _Unshard(_Function):
     """From the shards of a group's trained parameters to the unsharded ones; back, from gradients to their shards."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *shards: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, call: Call, *shards: Tensor) -> Any:
         ctx.call = call
         with local_mode():
             ctx.shapes = [tuple(shard.shape) for shard in shards]
             return tuple(view for bucket in call.group.buckets if bucket.trains for view in bucket.views())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         call, shapes, name = ctx.call, ctx.shapes, ctx.call.group.name
 
         def leave(*gradients: Tensor) -> Any:

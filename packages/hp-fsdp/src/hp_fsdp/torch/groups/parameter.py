@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_functions = (torch.Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
+_functions = (torch.Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)
 _module_setattr = nn.Module.__setattr__
 _OWN_ATTRIBUTES = (
     "_spec",
@@ -284,7 +284,7 @@ def _leaf(view: torch.Tensor, spec: TensorSpec | None, trains: bool) -> torch.Te
     if spec is None:
         return nn.Parameter(view, requires_grad=trains)
     leaf = wrap(view, spec)
-    leaf._is_param = True  # type: ignore[attr-defined]
+    leaf._is_param = True
     with _plain():
         leaf.requires_grad_(trains)
     return leaf

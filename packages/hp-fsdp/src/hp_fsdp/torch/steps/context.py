@@ -25,8 +25,8 @@ from hp_fsdp.steps.context import Context
 from hp_fsdp.torch.groups.bucket import FREED
 from hp_fsdp.torch.groups.group import ParameterGroup, Started
 
-_engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-_backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_engine = torch.autograd.Variable._execution_engine
+_backward_id = torch._C._current_graph_task_id
 _plain = torch._C.DisableTorchFunctionSubclass
 _register_own = torch.Tensor.register_post_accumulate_grad_hook
 """Of a gathered parameter itself, whose methods are the sharded one's."""

@@ -57,7 +57,7 @@ from hp_fsdp.torch.steps.context import RootContext
 from hp_fsdp.torch.steps.context import hsdp_sync_stream as hsdp_sync_stream
 from hp_platform.frames import current_frame
 
-_backward_id = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+_backward_id = torch._C._current_graph_task_id
 _plain = torch._C.DisableTorchFunctionSubclass
 _grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 _base = torch.Tensor._base.__get__  # type: ignore[attr-defined]

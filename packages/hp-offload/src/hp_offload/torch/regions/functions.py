@@ -382,7 +382,7 @@ def hand_back(site: Site, out: T, roles: Iterable[Role], filling: Filling) -> T:
         if tensor is not None and layout is not None:
             tensor = tensor.detach().as_strided(layout[0], layout[1], tensor.storage_offset() + layout[2])
         filling.put(index, tensor)
-    return _HandedBack.apply(out, site, *site.tensors)  # type: ignore[return-value]
+    return _HandedBack.apply(out, site, *site.tensors)
 
 
 class _HandedBack(torch.autograd.Function):

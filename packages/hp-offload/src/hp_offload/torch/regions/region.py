@@ -188,7 +188,7 @@ class _Region:
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, T)]
         anchor = torch.empty(0, requires_grad=True)
         saving = _Arguments.apply(anchor, *[leaves[place] for place in self._places])
-        self._node: Any = saving.grad_fn  # type: ignore[union-attr]
+        self._node: Any = saving.grad_fn
         with plain_torch():
             given = [leaves[place] for place in self._places]
             self._given = [each if each._base is None else each._base for each in given]

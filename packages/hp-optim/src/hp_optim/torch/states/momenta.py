@@ -320,7 +320,7 @@ class SwappedMomenta(Momenta):
             if self.config.packed_swap and len(members) == len(shelf.views):
                 storage = new[members[0]].untyped_storage()  # that of `scaled`: all momenta of the slice are in it
                 memory = torch.empty(0, dtype=torch.uint8, device=members[0].device)
-                pairs = [(shelf.memory, memory.set_(storage))]  # type: ignore[call-overload]
+                pairs = [(shelf.memory, memory.set_(storage))]
             self.transfers.store(shelf.number, pairs, let_go=True)
 
     def _by_shelf(self, parameters: Sequence[torch.Tensor]) -> list[tuple[_Shelf, list[torch.Tensor]]]:

@@ -67,7 +67,7 @@ def _adapts_parameter(module: nn.Module) -> bool:
     )
 
 
-def _adapted(wrapper: Any) -> tuple[nn.Module, torch.Tensor]:
+def _adapted(wrapper: Any) -> tuple[Any, torch.Tensor]:
     """Return the module that has the adapted parameter, and the parameter."""
     inner = wrapper.get_base_layer()
     return inner, getattr(inner, wrapper.parameter_name)

@@ -166,7 +166,7 @@ class Border:
                 loss.expected = False
             return results
 
-        model.run = run  # type: ignore[method-assign]
+        model.run = run
 
     def parts(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a model's inputs, by name, with the number of tokens in the loss.

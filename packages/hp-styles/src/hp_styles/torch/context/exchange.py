@@ -184,7 +184,7 @@ class _Exchange(torch.autograd.Function):
         return _run(plan, to_heads, tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return None, None, *_Exchange.apply(ctx.plan, not ctx.to_heads, *grads)
 
 
@@ -221,12 +221,12 @@ class Transfer:
 
     def start(self, x: torch.Tensor) -> None:
         """Send a tensor."""
-        self.pieces = _Start.apply(self, x)  # type: ignore[assignment]
+        self.pieces = _Start.apply(self, x)
 
     def finish(self) -> torch.Tensor:
         """Wait for the exchanged tensor and return it."""
         pieces, self.pieces = self.pieces, None  # its node holds this
-        return _Finish.apply(self, pieces)  # type: ignore[return-value]
+        return _Finish.apply(self, pieces)
 
     def _send(self, sent: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(sent)
@@ -250,7 +250,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, pieces: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, pieces: torch.Tensor) -> Any:
         ctx.transfer._wait()
         into = pieces.new_empty(ctx.shape)
         return None, ctx.transfer.plan.unpack(pieces, into, to_heads=False)
@@ -269,7 +269,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         plan = ctx.transfer.plan
         sent = grad.new_empty(plan.pieces(grad, to_heads=False))
         plan.pack(grad, sent, to_heads=False)

@@ -90,12 +90,12 @@ class Gathering:
         self.under_way: Any = None
         self.kept: T | None = None  # what a collective that is under way reads
         self.received: T | None = None
-        self._sent: T | None = _Start.apply(self, *tensors)  # type: ignore[assignment]
+        self._sent: T | None = _Start.apply(self, *tensors)
 
     def finish(self) -> tuple[T, ...]:
         """Wait for the full tensors and return them; call it once."""
         sent, self._sent = self._sent, None  # its node holds this
-        return _Finish.apply(self, sent)  # type: ignore[return-value]
+        return _Finish.apply(self, sent)
 
     def wait(self) -> None:
         """Until what is under way has arrived."""
@@ -106,7 +106,7 @@ class Gathering:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gathering: Gathering, *tensors: T) -> T:  # type: ignore[override]
+    def forward(ctx: Any, gathering: Gathering, *tensors: T) -> T:
         ctx.gathering, plan = gathering, gathering.plan
         sent = torch.cat([x.reshape(-1) for x in tensors])
         gathering.kept, gathering.received = sent, sent.new_empty(plan.size * sent.numel())
@@ -116,7 +116,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, summed: T) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, summed: T) -> Any:
         ctx.gathering.wait()
         parts = ctx.gathering.parts
         split = summed.split([part.numel() for part in parts])
@@ -125,7 +125,7 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gathering: Gathering, sent: T) -> tuple[T, ...]:  # type: ignore[override]
+    def forward(ctx: Any, gathering: Gathering, sent: T) -> tuple[T, ...]:
         ctx.gathering, plan = gathering, gathering.plan
         gathering.wait()
         received, gathering.received = gathering.received, None
@@ -140,7 +140,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: T) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: T) -> Any:
         gathering, plan = ctx.gathering, ctx.gathering.plan
         width = sum(prod(part) for part in gathering.parts)
         if plan.is_message(gathering.parts):

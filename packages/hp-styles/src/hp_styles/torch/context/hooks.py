@@ -271,7 +271,7 @@ def _receiver(group: ContextGroup, settings: Settings) -> Any:
 
         parts, _ = settling.of(checked, [x for _, x in qkv], None)
         with torch._C.DisableTorchFunction():
-            sent = group.to_heads(tuple(x.movedim((1, 2), (head, seq)) for x in parts), {}, head, seq)  # type: ignore
+            sent = group.to_heads(tuple(x.movedim((1, 2), (head, seq)) for x in parts), {}, head, seq)
         args, kwargs = with_inputs(args, kwargs, [where for where, _ in qkv], sent)
         _open(
             _Frame(module, settling, query=q, inside=(sent[0].shape[head], sent[0].shape[seq])),

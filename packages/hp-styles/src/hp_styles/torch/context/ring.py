@@ -361,7 +361,7 @@ def _gradients(ctx: Any, grad: T) -> tuple[T, T, T]:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: T, k: T, v: T, ring: Ring, seen: Seen, logits: Logits) -> T:  # type: ignore[override]
+    def forward(ctx: Any, q: T, k: T, v: T, ring: Ring, seen: Seen, logits: Logits) -> T:
         pair = _Pair((k.shape, v.shape))
         total = _Sum()
 
@@ -377,14 +377,14 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: T) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> Any:
         with no_autocast(grad.device.type):
             return *_gradients(ctx, grad), None, None, None
 
 
 class _WholeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: T, k: T, v: T, seen: Seen, logits: Logits) -> T:  # type: ignore[override]
+    def forward(ctx: Any, q: T, k: T, v: T, seen: Seen, logits: Logits) -> T:
         keys, values = (_shared(x, q.shape[1]) for x in (k, v))
         out, lse = masked_forward(q, keys, values, seen.whole(q.device), logits.scale, logits.cap)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -393,7 +393,7 @@ class _WholeAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: T) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         keys, values = (_shared(x, q.shape[1]) for x in (k, v))
         mask, logits = ctx.seen.whole(q.device), ctx.logits
@@ -403,7 +403,7 @@ class _WholeAttention(torch.autograd.Function):
 
 def whole_attention(q: T, k: T, v: T, *, seen: Seen, logits: Logits) -> T:
     """Attention of a whole sequence with capped logits; see ``ring_attention``."""
-    return _WholeAttention.apply(q, k, v, seen, logits)  # type: ignore[return-value]
+    return _WholeAttention.apply(q, k, v, seen, logits)
 
 
 def ring_attention(q: T, k: T, v: T, *, ring: Ring, seen: Seen, logits: Logits) -> T:
@@ -420,4 +420,4 @@ def ring_attention(q: T, k: T, v: T, *, ring: Ring, seen: Seen, logits: Logits) 
         seen: the keys that a query sees.
         logits: what becomes of the products of queries and keys.
     """
-    return _RingAttention.apply(q, k, v, ring, seen, logits)  # type: ignore[return-value]
+    return _RingAttention.apply(q, k, v, ring, seen, logits)

@@ -334,7 +334,7 @@ def _over_tokens(group: SequenceGroup, loss: T, query: T, reduction: str) -> T:
     """Compute the loss of all tokens from that of each rank's own."""
     inside = isinstance(query, DTensor) and any(group.cuts(query))
     if not inside and group.size > 1:
-        loss = _OverGroup.apply(loss, group.mesh.get_group(), "avg" if reduction == "mean" else "sum")  # type: ignore
+        loss = _OverGroup.apply(loss, group.mesh.get_group(), "avg" if reduction == "mean" else "sum")
     if not isinstance(query, DTensor):
         return loss
     mesh = query.device_mesh
@@ -350,11 +350,11 @@ class _OverGroup(torch.autograd.Function):
     """A loss reduced over the ranks, each of which uses it in the same way: the gradient of its own tokens' loss."""
 
     @staticmethod
-    def forward(ctx: Any, loss: T, group: Any, op: str) -> T:  # type: ignore[override]
+    def forward(ctx: Any, loss: T, group: Any, op: str) -> T:
         total = loss.clone(memory_format=torch.contiguous_format)
         get_platform().collectives.all_reduce(total, op, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: T) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: T) -> Any:
         return grad, None, None

@@ -19,8 +19,8 @@ from typing import Any
 
 from mindspore import Tensor, ops
 from mindspore._c_expression import (
-    NoFallbackGuard,  # type: ignore[attr-defined]
-    TensorPy,  # type: ignore[attr-defined]
+    NoFallbackGuard,
+    TensorPy,
 )
 from mindspore.ops import Primitive, primitive
 
@@ -299,7 +299,7 @@ def install() -> None:
                     return run_kernel(op_name, lambda a, _: plain(obj, op_name, a), arguments, named, _attributes(obj))
         return plain(obj, op_name, args)
 
-    run_op._of_dtensors = True  # type: ignore[attr-defined]
+    run_op._of_dtensors = True
     primitive._run_op = run_op
 
 

@@ -63,7 +63,7 @@ def tensors_of(args: Any, kwargs: Any) -> Iterator[T]:
 
 
 _internal: Any = torch._C
-_PLACES = (torch._VF, _internal._nn, _internal._linalg, _internal._special, _internal._fft, T)  # type: ignore[attr-defined]
+_PLACES = (torch._VF, _internal._nn, _internal._linalg, _internal._special, _internal._fft, T)
 
 
 def public_call(operator: Any, intercepted: Callable[[Any], bool]) -> Callable[..., Any] | None:

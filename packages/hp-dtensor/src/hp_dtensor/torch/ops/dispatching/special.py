@@ -344,7 +344,7 @@ def install() -> None:
     table[torch.linalg.norm] = lists.linalg_norm
     table[torch.stack] = lists.stack
     table[T.__getitem__] = _get_item
-    DTensor.__getitem__ = Override(T.__getitem__, _item)  # type: ignore[method-assign,assignment]
+    DTensor.__getitem__ = Override(T.__getitem__, _item)
     table[T.view_as], table[T.reshape_as], table[T.expand_as] = map(_shaped_as, (T.view, T.reshape, T.expand))
     table[T.__setitem__] = indexing.set_item
     table[T.index_put_] = table[torch.index_put_] = indexing.index_put_
@@ -353,7 +353,7 @@ def install() -> None:
         table[getattr(torch, name)] = table[getattr(T, name)] = handler
     for name in "t transpose swapaxes swapdims squeeze unsqueeze".split():
         table[getattr(T, f"{name}_")] = _reshaping(getattr(torch, name))
-    DTensor.backward = engine.backward_of  # type: ignore[method-assign,assignment]
+    DTensor.backward = engine.backward_of
     DTensor.set_ = checkpoint.set_  # type: ignore[method-assign,assignment]
     table[torch.autograd.backward] = engine.backward
     table[torch.autograd.grad] = engine.grad
