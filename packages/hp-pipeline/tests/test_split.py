@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from pipeline_transformers import batch, build
 from torch import nn
 
 from hp_pipeline import Pipeline, placed, schedules, simulate, split_model
+from hp_pipeline.extend import SplitError
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 
@@ -169,6 +171,15 @@ class Skipping(nn.Module):
 def test_blocks_that_cannot_be_cut(way, text):
     with pytest.raises(ValueError, match=f"split_model: Skipping cannot be cut at blocks: {text}"):
         split_model(Skipping(way), 2)
+
+
+def test_a_refused_split_tells_the_problem_from_the_advice():
+    with pytest.raises(SplitError) as refused:
+        split_model(Skipping("one left out"), 2)
+    error, again = refused.value, pickle.loads(pickle.dumps(refused.value))
+    assert error.problem == "Skipping cannot be cut at blocks: the model calls 2 of its 3 blocks."
+    assert error.advice.startswith("If its forward needs other inputs than input_ids, pass example=")
+    assert str(error) == str(again) == f"split_model: {error.problem} {error.advice}"
 
 
 def test_models_that_cannot_be_cut():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_styles.context.plan import chunk_order, chunks_of, divided, kv_copies, ring_blocks, split_degrees
+from hp_styles.context.plan import DegreeError, chunk_order, chunks_of, divided, kv_copies, ring_blocks, split_degrees
 
 
 def _places(size: int, rank: int, length: int, load_balance: bool) -> np.ndarray:
@@ -87,6 +89,19 @@ def test_heads_that_divide() -> None:
         kv_copies(6, 6, 4, 4)
     with pytest.raises(ValueError, match="12 query heads and 3 key/value heads"):
         kv_copies(12, 3, 2, 4)
+
+
+def test_a_refused_degree_has_its_parts_as_fields() -> None:
+    with pytest.raises(DegreeError) as degree:
+        split_degrees(4, 3)
+    with pytest.raises(DegreeError) as heads:
+        kv_copies(6, 6, 4, 4)
+    assert str(degree.value) == f"ContextParallel: {degree.value.problem.replace(' = ', '=')}; choose one of [1, 2, 4]"
+    assert str(heads.value) == f"ContextParallel: {heads.value.problem}. Pass ulysses_degree= one of [1, 2]"
+    for error, choices in ((degree.value, [1, 2, 4]), (heads.value, [1, 2])):
+        again = pickle.loads(pickle.dumps(error))
+        assert (error.name, error.choices) == ("ulysses_degree", choices)
+        assert vars(again) == vars(error) and str(again) == str(error)
 
 
 def test_lengths_that_divide() -> None:

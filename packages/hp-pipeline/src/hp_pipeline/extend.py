@@ -6,6 +6,6 @@ from hp_pipeline import schedules
 from hp_pipeline.drawing import to_svg, to_text
 from hp_pipeline.orders.pipeline import Shape, compute_parts
 from hp_pipeline.orders.simulation import open_forwards
-from hp_pipeline.stages.split import Operations
+from hp_pipeline.stages.split import Operations, SplitError
 
-__all__ = ["Operations", "Shape", "compute_parts", "open_forwards", "schedules", "to_svg", "to_text"]
+__all__ = ["Operations", "Shape", "SplitError", "compute_parts", "open_forwards", "schedules", "to_svg", "to_text"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hp_styles.base import applied_name, claim
-from hp_styles.context.plan import chunks_of, kv_copies, split_degrees
+from hp_styles.context.plan import DegreeError, chunks_of, kv_copies, split_degrees
 from hp_styles.inputs import hook
 from hp_styles.names import (
     ALIASES,
@@ -17,6 +17,7 @@ from hp_styles.names import (
 
 __all__ = [
     "ALIASES",
+    "DegreeError",
     "PARAMETER_STYLES",
     "SCATTERING",
     "STYLES",

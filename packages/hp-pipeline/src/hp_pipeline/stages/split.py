@@ -53,6 +53,22 @@ class Unit:
         return self.forward + self.input + self.weight
 
 
+class SplitError(ValueError):
+    """A model that `split_model` cannot split as it was told to.
+
+    Args:
+        problem: what is wrong.
+        advice: what to do next, where the problem does not say it.
+    """
+
+    def __init__(self, problem: str, advice: str = "") -> None:
+        super().__init__(f"split_model: {problem} {advice}" if advice else f"split_model: {problem}")
+        self.problem, self.advice = problem, advice
+
+    def __reduce__(self) -> tuple[type[SplitError], tuple[str, str]]:
+        return type(self), (self.problem, self.advice)
+
+
 def partition(
     costs: Sequence[float], stages: int, sizes: Sequence[float] | None = None, limit: float | None = None
 ) -> tuple[int, ...]:
@@ -280,13 +296,13 @@ def split_model(
     head, *units, tail = outline.units
     names = [unit.names[0] for unit in units]
     if not 1 <= stages <= len(units):
-        raise ValueError(
-            f"split_model: {stages} stages cannot be cut out of {len(units)} blocks ({names[0]} to {names[-1]}): a"
+        raise SplitError(
+            f"{stages} stages cannot be cut out of {len(units)} blocks ({names[0]} to {names[-1]}): a"
             f" stage takes at least one; pass stages from 1 to {len(units)}."
         )
     line = _measured([head, *units, tail], costs)
     if memory is not None and split != "auto":
-        raise ValueError(f"split_model: memory={memory} limits split='auto' alone, got split={split!r}.")
+        raise SplitError(f"memory={memory} limits split='auto' alone, got split={split!r}.")
     counts = _counts(split, stages, names, line, memory)
     cuts = [sum(counts[:index]) for index in range(stages + 1)]
     owner = [0, *(index for index, count in enumerate(counts) for _ in range(count)), stages - 1]
@@ -315,14 +331,14 @@ def _measured(units: list[Unit], costs: Sequence[float] | None) -> list[Unit]:
     if costs is None:
         return units
     if len(costs) != len(units):
-        raise ValueError(
-            f"split_model: costs has {len(costs)} entries, and the model {len(units)} units: all before the blocks,"
+        raise SplitError(
+            f"costs has {len(costs)} entries, and the model {len(units)} units: all before the blocks,"
             f" {len(units) - 2} blocks, all after them."
         )
     measured = []
     for unit, seconds in zip(units, costs, strict=True):
         if seconds < 0:
-            raise ValueError(f"split_model: costs must not be negative, got {seconds} for {unit.names}.")
+            raise SplitError(f"costs must not be negative, got {seconds} for {unit.names}.")
         ratios = [unit.input / unit.forward, unit.weight / unit.forward] if unit.forward else [1.0, 1.0]
         inputs, weights = (seconds * ratio for ratio in ratios)
         measured.append(Unit(unit.names, seconds, inputs, weights, unit.saved, unit.parameters))
@@ -338,18 +354,16 @@ def _counts(split: Any, stages: int, names: list[str], line: list[Unit], memory:
         try:
             return partition(_ends(line, "total"), stages, _ends(line, "parameters"), memory)
         except ValueError as error:
-            raise ValueError(f"split_model: {error}") from None
+            raise SplitError(str(error)) from None
     if isinstance(split, str) or not isinstance(split, Sequence):
-        raise ValueError(
-            "split_model: split is 'auto', 'even', the number of blocks of each stage or names of blocks; got"
-            f" {split!r}."
+        raise SplitError(
+            f"split is 'auto', 'even', the number of blocks of each stage or names of blocks; got {split!r}."
         )
     if split and all(isinstance(each, str) for each in split):
         return _between(split, stages, names)
     if len(split) != stages or any(not isinstance(each, int) or each < 1 for each in split) or sum(split) != count:
-        raise ValueError(
-            f"split_model: split={list(split)} must list {stages} numbers of blocks, each at least 1, that sum to"
-            f" {count}."
+        raise SplitError(
+            f"split={list(split)} must list {stages} numbers of blocks, each at least 1, that sum to {count}."
         )
     return tuple(split)
 
@@ -366,15 +380,15 @@ def _ends(line: list[Unit], name: str) -> list[float]:
 def _between(split: Sequence[str], stages: int, names: list[str]) -> tuple[int, ...]:
     unknown = [name for name in split if name not in names]
     if unknown:
-        raise ValueError(
-            f"split_model: split names {unknown}, and the blocks are {names[0]!r} to {names[-1]!r}; name the first"
+        raise SplitError(
+            f"split names {unknown}, and the blocks are {names[0]!r} to {names[-1]!r}; name the first"
             " block of each stage but the first."
         )
     starts = [names.index(name) for name in split]
     starts = starts if starts[0] == 0 else [0, *starts]
     if len(starts) != stages or sorted(set(starts)) != starts:
-        raise ValueError(
-            f"split_model: split={list(split)} must name the first block of each of the {stages} stages but the first,"
+        raise SplitError(
+            f"split={list(split)} must name the first block of each of the {stages} stages but the first,"
             f" {stages - 1} names in the model's order."
         )
     ends = [*starts[1:], len(names)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_pipeline.stages.split import Operations, Unit
+from hp_pipeline.stages.split import Operations, SplitError, Unit
 from hp_pipeline.torch.stages import REFUSED, Cut, cut_stage
 from hp_pipeline.torch.tracing import text_config, trace
 
@@ -62,25 +62,21 @@ def _find_blocks(model: nn.Module, blocks: str | None) -> str:
     """Return the name of the list of blocks."""
     name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"split_model: {name} is an encoder and a decoder, each with blocks of its own, and the decoder's take"
+        raise SplitError(
+            f"{name} is an encoder and a decoder, each with blocks of its own, and the decoder's take"
             " what the encoder returns; write the stages by hand as modules, and join them by boundaries=."
         )
     lists = [path for path, module in _outermost(model, "") if len(module) > 1]
     if blocks is not None:
         if blocks not in lists:
-            raise ValueError(
-                f"split_model: {name} has no list of blocks {blocks!r}; its lists of two modules or more are {lists}."
-            )
+            raise SplitError(f"{name} has no list of blocks {blocks!r}; its lists of two modules or more are {lists}.")
         return blocks
     if not lists:
-        raise ValueError(
-            f"split_model: {name} has no list of blocks, a ModuleList of two modules or more; write its stages by hand."
+        raise SplitError(
+            f"{name} has no list of blocks, a ModuleList of two modules or more; write its stages by hand."
         )
     if len(lists) > 1:
-        raise ValueError(
-            f"split_model: {name} has {len(lists)} lists of modules, {lists}; pass that of the blocks, blocks=."
-        )
+        raise SplitError(f"{name} has {len(lists)} lists of modules, {lists}; pass that of the blocks, blocks=.")
     return lists[0]
 
 
@@ -98,26 +94,24 @@ def _refuse(model: nn.Module, path: str) -> None:
     for part in (*path.split("."), None):
         own = [each for each, _ in module.named_parameters(recurse=False)]
         if own:
-            raise ValueError(
-                f"split_model: {type(module).__name__} has {own} of its own, beside its modules, so that it is not"
+            raise SplitError(
+                f"{type(module).__name__} has {own} of its own, beside its modules, so that it is not"
                 " known which stage uses them; put them into a module."
             )
         if "forward" in vars(module):
-            raise ValueError(
-                f"split_model: the forward of this {type(module).__name__} has been replaced; split the model first,"
+            raise SplitError(
+                f"the forward of this {type(module).__name__} has been replaced; split the model first,"
                 " and wrap its stages."
             )
         module = module if part is None else module.get_submodule(part)
     sharded = [each for each, parameter in model.named_parameters() if hasattr(parameter, "placements")]
     if sharded:
-        raise ValueError(
-            f"split_model: {sharded[0]!r} of {name} is a DTensor; split the model first, and shard its stages."
-        )
+        raise SplitError(f"{sharded[0]!r} of {name} is a DTensor; split the model first, and shard its stages.")
     configs = {"config": getattr(model, "config", None), "config.text_config": text_config(model)}
     for where, config in configs.items():
         for option in ("output_router_logits", "output_hidden_states", "output_attentions"):
             if getattr(config, option, False):
-                raise ValueError(f"split_model: {name}.{where}.{option} is set: {REFUSED[option]}; set it to False.")
+                raise SplitError(f"{name}.{where}.{option} is set: {REFUSED[option]}; set it to False.")
 
 
 def count_operations(model: nn.Module, config: Any) -> Operations:

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hp_pipeline.stages.split import SplitError
 from hp_pipeline.torch.stages import FORMS, Cut, Form, PassThrough, Relay, copied, cut_stage, shared_names
 
 T = torch.Tensor
@@ -129,9 +130,9 @@ class _Trace:
         return dataclasses.replace(cut, model=self.model, needs_ids=needs_ids)
 
     def refuse(self, problem: str) -> None:
-        raise ValueError(
-            f"split_model: {self.name} cannot be cut at {self.path}: {problem}. If its forward needs other inputs than"
-            " input_ids, pass example=; else write its stages by hand."
+        raise SplitError(
+            f"{self.name} cannot be cut at {self.path}: {problem}.",
+            "If its forward needs other inputs than input_ids, pass example=; else write its stages by hand.",
         )
 
     def skeleton(self, form: int) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic
 from hp_plan.structure.outline import ModelOutline, generalise, matching
-from hp_styles.extend import SCATTERING, kv_copies, split_degrees
+from hp_styles.extend import SCATTERING, DegreeError, kv_copies, split_degrees
 
 _LAYERS = ("full_attention", "sliding_attention")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob", "attn_dropout_prob")
@@ -37,11 +37,13 @@ def check_context(plan: ParallelPlan) -> list[Diagnostic]:
         return [Diagnostic("context", message, fix)] if options else []
     try:
         split_degrees(cp, section.ulysses_degree, section.inner_ring_degree)
-    except ValueError as error:
-        message, _, fix = str(error).removeprefix("ContextParallel: ").partition("; choose ")
-        name, _, got = message.partition("=")
-        return [Diagnostic(f"context.{name}", f"{name} = {got}", f"make it {fix}")]
+    except DegreeError as error:
+        return [_refused_degree(error)]
     return []
+
+
+def _refused_degree(error: DegreeError) -> Diagnostic:
+    return Diagnostic(f"context.{error.name}", error.problem, f"make it one of {error.choices}")
 
 
 def check_sequence(plan: ParallelPlan) -> list[Diagnostic]:
@@ -122,9 +124,8 @@ def _check_heads(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     degree = plan.context.ulysses_degree or cp
     try:
         kv_copies(heads // tp, kv_heads // tp, degree, cp)
-    except ValueError as error:
-        message, _, fix = str(error).removeprefix("ContextParallel: ").partition(". Pass ulysses_degree= ")
-        return [Diagnostic("context.ulysses_degree", message, f"make it {fix}")] if cp % degree == 0 else []
+    except DegreeError as error:
+        return [_refused_degree(error)] if cp % degree == 0 else []
     return []
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from hp_pipeline import Costs, Order, Pipeline, Split, Trace, placed, simulate, split_model, synthesize
-from hp_pipeline.extend import Shape, schedules
+from hp_pipeline.extend import Shape, SplitError, schedules
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
@@ -206,8 +206,10 @@ def _problem(plan: ParallelPlan, model: Any, stages: int, error: ValueError) -> 
         listed = " + ".join(map(str, section.split))
         message = f"{listed} = {sum(section.split)} blocks, but the model has {blocks}"
         return Diagnostic("pipeline.split", message, f"list {len(section.split)} numbers that sum to {blocks}")
-    message = str(error).removeprefix("split_model: ").partition(". If its forward")[0].rstrip(".")
-    return Diagnostic("mesh.pp", message, "leave pp out, or write the stages yourself, for hp_pipeline's schedules")
+    message = error.problem if isinstance(error, SplitError) else str(error)
+    return Diagnostic(
+        "mesh.pp", message.rstrip("."), "leave pp out, or write the stages yourself, for hp_pipeline's schedules"
+    )
 
 
 def _shapes(stages_a_rank: int) -> tuple[Shape, ...]:

@@ -89,6 +89,24 @@ class Degrees:
         return self.ring_ranks(place)[first : first + self.inner]
 
 
+class DegreeError(ValueError):
+    """A degree of a context parallel style that the ranks or the heads do not divide by.
+
+    Args:
+        text: the error's.
+        name: the option.
+        problem: what does not divide by what.
+        choices: degrees that the ranks, and the heads, divide by.
+    """
+
+    def __init__(self, text: str, name: str, problem: str, choices: Sequence[int]) -> None:
+        super().__init__(text)
+        self.text, self.name, self.problem, self.choices = text, name, problem, choices
+
+    def __reduce__(self) -> tuple[type[DegreeError], tuple[str, str, str, Sequence[int]]]:
+        return type(self), (self.text, self.name, self.problem, self.choices)
+
+
 def split_degrees(size: int, ulysses_degree: int | None, inner_ring_degree: int | None = None) -> Degrees:
     """Divide a context group of ``size`` ranks into Ulysses groups and rings.
 
@@ -98,7 +116,7 @@ def split_degrees(size: int, ulysses_degree: int | None, inner_ring_degree: int 
         inner_ring_degree: ranks of an inner ring; None is all that are left.
 
     Raises:
-        ValueError: ``size`` is not a multiple of the first, or what is left not of the second.
+        DegreeError: ``size`` is not a multiple of the first, or what is left not of the second.
     """
     degree = size if ulysses_degree is None else ulysses_degree
     _check_divides("ulysses_degree", degree, size, f"the {size} ranks of the context axis")
@@ -113,7 +131,8 @@ def split_degrees(size: int, ulysses_degree: int | None, inner_ring_degree: int 
 def _check_divides(name: str, degree: int, size: int, ranks: str) -> None:
     if size % degree:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
-        raise ValueError(f"ContextParallel: {name}={degree} does not divide {ranks}; choose one of {divisors}")
+        text = f"ContextParallel: {name}={degree} does not divide {ranks}; choose one of {divisors}"
+        raise DegreeError(text, name, f"{name} = {degree} does not divide {ranks}", divisors)
 
 
 def kv_copies(heads: int | None, kv_heads: int | None, degree: int, size: int) -> int:
@@ -126,7 +145,7 @@ def kv_copies(heads: int | None, kv_heads: int | None, degree: int, size: int) -
         size: ranks of the context axis, for the error.
 
     Raises:
-        ValueError: the heads do not divide over the ranks.
+        DegreeError: the heads do not divide over the ranks.
     """
 
     def fits(d: int) -> bool:
@@ -136,11 +155,13 @@ def kv_copies(heads: int | None, kv_heads: int | None, degree: int, size: int) -
     if fits(degree):
         return 1 if kv_heads is None else max(1, degree // kv_heads)
     have = [f"{n} {kind} heads" for n, kind in ((heads, "query"), (kv_heads, "key/value")) if n is not None]
-    raise ValueError(
-        f"ContextParallel: {' and '.join(have)} do not divide over a Ulysses group of {degree} ranks (the context axis"
-        f" has {size}): query heads must be a multiple of the degree, key/value heads a multiple or a divisor of it."
-        f" Pass ulysses_degree= one of {[d for d in range(1, size + 1) if size % d == 0 and fits(d)]}"
+    problem = (
+        f"{' and '.join(have)} do not divide over a Ulysses group of {degree} ranks (the context axis has {size}):"
+        " query heads must be a multiple of the degree, key/value heads a multiple or a divisor of it"
     )
+    choices = [d for d in range(1, size + 1) if size % d == 0 and fits(d)]
+    text = f"ContextParallel: {problem}. Pass ulysses_degree= one of {choices}"
+    raise DegreeError(text, "ulysses_degree", problem, choices)
 
 
 @dataclass(frozen=True)
