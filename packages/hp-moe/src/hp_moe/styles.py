@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard, StridedShard
 from hp_moe.layer.checks import check_capacity, check_dispatcher, check_overlap
@@ -10,11 +10,10 @@ from hp_moe.layer.experts import Description, check_module, describe
 from hp_moe.layer.layer import run_over_ranks
 from hp_moe.placement.placement import ExpertPlacement
 from hp_moe.port import port
+from hp_moe.routes.dispatch import Combine
 from hp_moe.routes.two_hops import Axes
 from hp_styles import ParallelStyle
 from hp_styles.extend import applied_name, claim
-
-Combine = Literal["fast", "exact"]
 
 
 class BaseExpertParallel(ParallelStyle):

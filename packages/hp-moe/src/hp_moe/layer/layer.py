@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hp_dtensor import DeviceMesh
 from hp_dtensor.extend import mark_summed_gradients
@@ -17,7 +17,7 @@ from hp_moe.placement.placement import ExpertPlacement
 from hp_moe.placement.replicas import Loans, borrow, check_slots, choose_holders
 from hp_moe.port import port
 from hp_moe.routes.capacity import DropCount, Seated
-from hp_moe.routes.dispatch import TOLD, Message, fit
+from hp_moe.routes.dispatch import TOLD, Combine, Message, fit
 from hp_moe.routes.gathered import Gathered
 from hp_moe.routes.routes import Begin, Exact, Fast, Route, at_once
 from hp_moe.routes.sources import Sources
@@ -25,15 +25,28 @@ from hp_moe.routes.two_hops import Axes, TwoHops
 from hp_platform import get_platform
 from hp_platform.extend import share_bytes
 
-if TYPE_CHECKING:
-    from hp_moe.styles import BaseExpertParallel
-
-
 Tensor = Any
 Beside = Callable[[], Any]
 Asked = tuple[Route, Callable[[], tuple[list[int], list[int]]], Callable[[], ValueError], list[int], list[int]]
 """A route, what waits for the numbers of its exchange, what builds the error of all ranks where inputs are wrong, and
 how many numbers go to each rank and come from each."""
+
+
+class Style(Protocol):
+    """What a layer asks of its style: see ``BaseExpertParallel`` and ``ExpertParallel``."""
+
+    token_dispatcher: str
+    combine_tokens: Combine
+    async_combine: bool
+    capacity: int | None
+    chunks: int
+    slots: int
+    deterministic: bool
+
+    @property
+    def settings(self) -> str: ...
+    def dispatch(self, exchange: Any, tokens: Any, weights: Any) -> Any: ...
+    def combine(self, exchange: Any, rows: Any) -> Any: ...
 
 
 class ExpertLayer:
@@ -56,7 +69,7 @@ class ExpertLayer:
     def __init__(
         self,
         module: Any,
-        style: BaseExpertParallel,
+        style: Style,
         placement: ExpertPlacement,
         experts: DeviceMesh | None,
         features: DeviceMesh | None,
@@ -361,7 +374,7 @@ def _parts(numbers: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[in
 
 def run_over_ranks(
     module: Any,
-    style: BaseExpertParallel,
+    style: Style,
     placement: ExpertPlacement,
     experts: DeviceMesh | None,
     features: DeviceMesh | None,

@@ -16,7 +16,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+Combine = Literal["fast", "exact"]
 DISPATCHERS: tuple[str, ...] = ("all_to_all", "all_gather", "deredundency")
 
 TOLD: tuple[str, ...] = ("copies", "kind", "wrong")
