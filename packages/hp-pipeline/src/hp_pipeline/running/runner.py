@@ -12,7 +12,8 @@ import functools
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from hp_pipeline.messages.channels import FAILED, Again, Failed, Message
 from hp_pipeline.messages.wiring import (
@@ -26,42 +27,74 @@ from hp_pipeline.messages.wiring import (
     stage_facts,
 )
 from hp_pipeline.orders.checking import parts_of
-from hp_pipeline.orders.pipeline import SHARDING, SWAPPING, MetaStep, MetaStepType, Order
+from hp_pipeline.orders.pipeline import SHARDING, SWAPPING, MetaStep, MetaStepType, Order, Pipeline
 from hp_pipeline.orders.simulation import halves
-from hp_pipeline.port import port
+from hp_pipeline.port import Swapper, port
 from hp_pipeline.running.agreement import Agreement, GivingUp, PipelineError, gave_up
+from hp_pipeline.running.overlap import CommComputeOverlap
 from hp_pipeline.running.slices import KEYWORD, Arrived, Flow, SequenceState, whole_losses
 from hp_pipeline.running.stage_memory import MOVES, ShardedStage
 from hp_pipeline.stages.stage import PipelineStage, SharedParameters
 from hp_platform import LostRankError
 from hp_platform.extend import FailedRankError
 
-if TYPE_CHECKING:
-    from hp_pipeline.running.schedule import PipelineSchedule
-
-
 _T = MetaStepType
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is done: options of ``PipelineSchedule``.
+
+    Attributes:
+        scale_grads: see ``PipelineSchedule``, as for the next four.
+        overlap_p2p: see there.
+        patience: see there.
+        overlap: see there.
+        swapper: what ``swap`` stands for, None for nothing.
+        fingerprint: of the order and its options; all ranks must have the same.
+    """
+
+    scale_grads: bool
+    overlap_p2p: bool
+    patience: float
+    overlap: CommComputeOverlap | None
+    swapper: Swapper | None
+    fingerprint: int
 
 
 class Runner:
     """One rank's part of a pipeline.
 
     Args:
-        schedule: whose stages and options are used.
+        stages: of this rank.
+        pipeline: what the order is for.
+        rank: this rank's place in it.
+        group: the pipeline's ranks.
+        peers: the ranks of all pipelines that run together.
         order: all steps of all ranks.
         custom: functions that replace types of steps.
     """
 
-    def __init__(self, schedule: PipelineSchedule, order: Order, custom: Mapping[_T, Callable[..., Any]]) -> None:
-        self.schedule, self.custom = schedule, custom
-        self.pipeline, self.rank, self.group = schedule.pipeline, schedule.rank, schedule.group
-        self.stages: dict[int, PipelineStage] = {stage.stage_index: stage for stage in schedule.stages}
+    settings: Settings
+    patience: GivingUp
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        pipeline: Pipeline,
+        rank: int,
+        group: Any,
+        peers: Any,
+        order: Order,
+        custom: Mapping[_T, Callable[..., Any]],
+    ) -> None:
+        self.pipeline, self.rank, self.group, self.custom = pipeline, rank, group, custom
+        self.stages: dict[int, PipelineStage] = {stage.stage_index: stage for stage in stages}
         self.split = {(stage, (micro, part)) for stage, micro, part in halves(order)}
         for stage in {stage for stage, _ in self.split} & set(self.stages):
             if port().is_module(self.stages[stage].submodule):
                 port().prepare_split(self.stages[stage].submodule)
-        self.device = schedule.stages[0].device
-        self.ranks = Agreement(self.group, schedule.peers)
+        self.ranks = Agreement(self.group, peers)
         self.shared: SharedParameters | None = None
         reduced = {each.stage_index for each in order[self.rank] if each.step_type in SHARDING}
         self.sharded = {stage: ShardedStage(self.stages[stage].submodule) for stage in self.stages if stage in reduced}
@@ -81,7 +114,6 @@ class Runner:
         self.outbox: dict[tuple[int, int, Piece], Message] = {}
         self.dead: set[tuple[int, int, Piece]] = set()
         self.failure: Exception | None = None
-        self.patience = GivingUp(schedule.patience)
         self.text = ""
         self.batches: Mapping[Piece, Any] = {}
         self.losses: dict[Piece, Any] = {}
@@ -92,12 +124,12 @@ class Runner:
 
         All ranks do it at once, also if one of them has another program alone, for a channel has two ends.
         """
-        shared = SharedParameters(self.schedule.stages, self.pipeline, self.rank, self.group)
+        shared = SharedParameters(list(self.stages.values()), self.pipeline, self.rank, self.group)
         facts = shared.facts, stage_facts(self.stages, several=self.pipeline.ranks != self.ranks.ranks)
         everyone = [pickle.loads(data) for data in self.ranks.share(pickle.dumps(facts))]
         shared.agree([weights for weights, _ in everyone])
         others = [stages for _, stages in everyone]
-        self.channels = open_channels(self.pipeline, self.stages, self.ranks, others, ahead=self.schedule.overlap_p2p)
+        self.channels = open_channels(self.pipeline, self.stages, self.ranks, others, ahead=self.settings.overlap_p2p)
         steps = self.order[self.rank]
         self.counts = message_counts(self.pipeline, steps, self.channels)
         keys = functools.partial(keys_of, self.pipeline)
@@ -150,7 +182,7 @@ class Runner:
         return functools.partial(self._tried, step, work)
 
     def _bound_pair(self, step: MetaStep) -> Callable[[], None]:
-        parts, overlap = [self._bound(part) for part in step.sub_steps or ()], self.schedule.overlap
+        parts, overlap = [self._bound(part) for part in step.sub_steps or ()], self.settings.overlap
         forward, backward = parts_of(step)
         if overlap is not None and overlap.meets(forward.stage_index or 0, backward.stage_index or 0):
             ahead, back = parts if step.step_type is _T.OVERLAP_F_B else reversed(parts)
@@ -221,8 +253,8 @@ class Runner:
         saving: Any = deferring
         if (stage, piece) in self.split:
             flow.deferred, deferring = port().deferring(self.stages[stage].submodule)
-        if (stage, piece) in self.swapped and self.schedule.swapper is not None:
-            saving = self.schedule.swapper.saving(f"{stage}F{piece[0]}", self.stages[stage].submodule)
+        if (stage, piece) in self.swapped and self.settings.swapper is not None:
+            saving = self.settings.swapper.saving(f"{stage}F{piece[0]}", self.stages[stage].submodule)
         with recording, deferring, saving as flow.swap:
             before = self.pipeline.predecessors[stage]
             if before:
@@ -307,7 +339,7 @@ class Runner:
             gradients = [_total(column) for column in zip(*columns, strict=True)]
             flow.gradients = {}
         else:
-            factor = 1 / len(self.batches) if self.schedule.scale_grads else 1.0
+            factor = 1 / len(self.batches) if self.settings.scale_grads else 1.0
             gradients = [port().scaled(leaf, factor) for leaf in outputs.leaves]
         pairs = [
             (leaf, gradient)
@@ -339,12 +371,13 @@ class Runner:
         self.flows.pop((stage, piece)).deferred.run()
 
     # ---- a run ----
-    def run(self, batches: Mapping[Piece, Any], problem: Exception | None) -> list[Any]:
+    def run(self, settings: Settings, batches: Mapping[Piece, Any], problem: Exception | None) -> list[Any]:
         """Run all steps; see ``PipelineSchedule.run``."""
+        self.settings = settings
         for sharded in self.sharded.values():
             sharded.free()
         bound = self.shared is not None and not self.shared.replaced()
-        options = self.schedule.fingerprint, self.schedule.micro_batch_num
+        options = settings.fingerprint, self.pipeline.micro_batches
         writes = self.shared.writes() if self.shared is not None else b""
         bound, changed, apart = self.ranks.begin(*options, batches, problem, bound=bound, writes=writes)
         if bound and apart and self.shared is not None:
@@ -358,7 +391,7 @@ class Runner:
         self.shared.set_aside()
         self.batches = batches
         try:
-            with GivingUp(self.schedule.patience) as self.patience:
+            with GivingUp(settings.patience) as self.patience:
                 losses = self._run()
                 present = self.ranks.end(self.failure, self.text, self.shared.present())
         except FailedRankError as error:  # of another rank's failure an own one is a consequence
@@ -366,7 +399,7 @@ class Runner:
         finally:
             self.failure, self.text = None, ""
         self.shared.add(present)
-        return whole_losses(losses, self.pipeline.seq_slices, mean=self.schedule.scale_grads)
+        return whole_losses(losses, self.pipeline.seq_slices, mean=settings.scale_grads)
 
     def _run(self) -> list[Any]:
         """Take all steps; return the losses of the pieces in order."""

@@ -30,7 +30,7 @@ from hp_pipeline.orders.pipeline import (
 )
 from hp_pipeline.port import port
 from hp_pipeline.running.overlap import CommComputeOverlap
-from hp_pipeline.running.runner import Piece, Runner
+from hp_pipeline.running.runner import Piece, Runner, Settings
 from hp_pipeline.running.slices import SEQUENCE, Dim, check_slices, cut
 from hp_pipeline.running.stage_memory import lowered, refuse_order, swapper_of
 from hp_pipeline.schedules import forwards_of
@@ -257,8 +257,12 @@ class PipelineSchedule:
             order = lowered(self.exec_order, self.pipeline, self.rank, own, swap=self.swapper is not None)
             text = refuse_order(order, self.rank, own, self.overlap)
             problem = problem if text is None else ValueError(text)
-            self._runner, self._kinds = Runner(self, order, self._custom), kinds if text is None else []
-        outputs = self._runner.run(batches, problem)
+            self._runner = Runner(self.stages, self.pipeline, self.rank, self.group, self.peers, order, self._custom)
+            self._kinds = kinds if text is None else []
+        settings = Settings(
+            self.scale_grads, self.overlap_p2p, self.patience, self.overlap, self.swapper, self.fingerprint
+        )
+        outputs = self._runner.run(settings, batches, problem)
         if self.output_concat_dim is not None and not self.pipeline.has_backward and outputs:
             return port().concatenate(outputs, self.output_concat_dim)
         return outputs
