@@ -8,66 +8,66 @@ Note [Chunks are boxes]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hp_dtensor.layout.boxes import Box, boxes
-
-if TYPE_CHECKING:
-    from hp_dtensor.torch.dtensor import DTensor
+from hp_dtensor.layout.spec import TensorSpec
 
 
-def write_items(tensor: DTensor, fqn: str, _: Any) -> list[Any]:
+def write_items(local: torch.Tensor, spec: TensorSpec, fqn: str) -> list[Any]:
     """Return a ``WriteItem`` for each of this rank's boxes, for torch's ``SavePlan`` (``__create_write_items__``).
 
     Args:
-        tensor: the DTensor.
-        fqn: its name in the state dict.
+        local: this rank's local tensor.
+        spec: the layout.
+        fqn: the DTensor's name in the state dict.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    properties = TensorProperties.create_from_tensor(_local(tensor))
-    size = torch.Size(tensor._spec.shape)
+    properties = TensorProperties.create_from_tensor(local)
+    size = torch.Size(spec.shape)
     return [
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
         )
-        for chunk in chunk_list(tensor)
+        for chunk in chunk_list(spec)
     ]
 
 
-def chunk_list(tensor: DTensor) -> list[Any]:
+def chunk_list(spec: TensorSpec) -> list[Any]:
     """Return this rank's boxes as ``ChunkStorageMetadata`` (method ``__create_chunk_list__``)."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in _boxes(tensor)]
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in _boxes(spec)]
 
 
-def tensor_shard(tensor: DTensor, index: Any) -> torch.Tensor:
+def tensor_shard(local: torch.Tensor, spec: TensorSpec, index: Any) -> torch.Tensor:
     """Return the elements of one box, a view of the local tensor (method ``__get_tensor_shard__``).
 
     Args:
-        tensor: the DTensor.
+        local: this rank's local tensor.
+        spec: the layout.
         index: a ``MetadataIndex`` with the box's offsets.
 
     Raises:
         ValueError: this rank has no box at these offsets.
     """
-    local_boxes = _boxes(tensor)
+    local_boxes = _boxes(spec)
     for box in local_boxes:
         if index.offset is None or tuple(index.offset) == box.offsets:
-            return _view(_local(tensor), box)
+            return _view(local, box)
     raise ValueError(
         f"checkpoint: {index.fqn!r} has no chunk at {tuple(index.offset or ())} on this rank, whose chunks start at"
         f" {[box.offsets for box in local_boxes]}"
     )
 
 
-def set_(tensor: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def set_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Refuse ``Tensor.set_``, with which ``async_save`` copies: it would give a local tensor the global shape.
 
     Raises:
@@ -83,15 +83,9 @@ def set_(tensor: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.Tensor.set_(tensor, *args, **kwargs)
 
 
-def _boxes(tensor: DTensor) -> tuple[Box, ...]:
-    spec = tensor._spec
+def _boxes(spec: TensorSpec) -> tuple[Box, ...]:
     coordinate = spec.mesh.get_coordinate()
     return () if coordinate is None else boxes(spec.shape, spec.placements, tuple(spec.mesh.shape), tuple(coordinate))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.Tensor.detach(tensor)
 
 
 def _view(local: torch.Tensor, box: Box) -> torch.Tensor:

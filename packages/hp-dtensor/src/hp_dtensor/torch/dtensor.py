@@ -18,9 +18,9 @@ import torch
 from hp_dtensor.layout.placements import Placement, Replicate
 from hp_dtensor.layout.spec import Layout, TensorSpec, varying
 from hp_dtensor.mesh.device_mesh import DeviceMesh
+from hp_dtensor.torch import checkpoint
 from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.backward.asking import local_asked
-from hp_dtensor.torch.checkpoint import chunk_list, tensor_shard, write_items
 from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.compile.overrides import overrides
 from hp_dtensor.torch.views.kept import HANDED_OUT, hand_out, recall_shared, remember_shared
@@ -86,7 +86,6 @@ class DTensor(torch.Tensor):
     is_nested = False
     # A graph is traced for local sizes and strides, and reads the global ones when it runs; both are static.
     _dynamo_static_indices = set(range(64))
-    __create_write_items__, __create_chunk_list__, __get_tensor_shard__ = write_items, chunk_list, tensor_shard
 
     # ---- creation ----
     @staticmethod
@@ -338,6 +337,15 @@ class DTensor(torch.Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         state = {k: v for k, v in self.__dict__.items() if k not in _OWN}
         return _rebuild, (local_view(self), self._spec, self.requires_grad, state)
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
+        return checkpoint.write_items(local_view(self), self._spec, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return checkpoint.chunk_list(self._spec)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return checkpoint.tensor_shard(local_view(self), self._spec, index)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         local = _impl(T.__repr__, (), (_impl(T.detach, (), (self,)),))
