@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hp_dtensor import port
+from hp_dtensor.mesh import device_mesh
 from hp_testing.conformance import mismatches
 
 PORTS = {
@@ -12,7 +13,7 @@ PORTS = {
     port.Gradients: port.gradients,
     port.Creation: port.creation,
     port.Modules: port.modules,
-    port.Ranks: port.ranks,
+    device_mesh.Ranks: device_mesh.ranks_port,
     port.Debug: port.debug,
 }
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hp_dtensor.layout.placements import PARTIAL_OPS, Partial, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.sharding import local_shape, take
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.mesh.device_mesh import DeviceMesh, init_device_mesh
+from hp_dtensor.mesh.device_mesh import DeviceMesh
+from hp_dtensor.mesh.meshes import init_device_mesh
 from hp_dtensor.redistribution import AllGather, AllReduce, AllToAll, ReduceScatter, plan, simulate
 from hp_dtensor.redistribution.executor import coordinates
 from hp_dtensor.torch.moves import redistribute

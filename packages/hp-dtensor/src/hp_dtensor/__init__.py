@@ -13,7 +13,8 @@ from hp_dtensor.functions.local_map import custom_shard, local_map
 from hp_dtensor.functions.modes import SkipDTensorDispatch, implicit_replication
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.spec import Layout
-from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh, init_device_mesh
+from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
+from hp_dtensor.mesh.meshes import init_device_mesh
 from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:

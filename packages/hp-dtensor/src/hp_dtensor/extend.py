@@ -8,8 +8,8 @@ from hp_dtensor.layout.boxes import Box, boxes
 from hp_dtensor.layout.placements import kind_of
 from hp_dtensor.layout.sharding import cut_dim, intervals, local_shape
 from hp_dtensor.layout.spec import TensorSpec, mark_summed_gradients, normalize, spec_named, sums_gradients
-from hp_dtensor.mesh.axes import axes_overlap, axes_within, axis_within, check_member
-from hp_dtensor.mesh.groups import in_one_root, slice_of
+from hp_dtensor.mesh.axes import axes_overlap, axis_within
+from hp_dtensor.mesh.meshes import axes_within, check_member, in_one_root, slice_of
 
 __all__ = [
     "Box",

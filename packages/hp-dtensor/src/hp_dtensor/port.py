@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hp_platform.extend import load_port
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hp_dtensor.layout.placements import Placement
     from hp_dtensor.layout.spec import TensorSpec
     from hp_dtensor.mesh.device_mesh import DeviceMesh
@@ -124,14 +122,6 @@ class Modules(Protocol):
         ...
 
 
-class Ranks(Protocol):
-    """The ranks of a mesh; ``<framework>/ranks.py``."""
-
-    def rank_tensor(self, ranks: np.ndarray) -> Tensor:
-        """Make a tensor of ranks on the host."""
-        ...
-
-
 class Watched(Protocol):
     """The running modules while a `CommDebugMode` is active."""
 
@@ -180,12 +170,6 @@ def creation() -> Creation:
 def modules() -> Modules:
     """Return the framework's `Modules`."""
     return load_port(Modules, "api")
-
-
-@functools.cache
-def ranks() -> Ranks:
-    """Return the framework's `Ranks`."""
-    return load_port(Ranks, "api")
 
 
 @functools.cache

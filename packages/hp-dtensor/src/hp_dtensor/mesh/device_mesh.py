@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Sequence
-from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from hp_dtensor import port
-from hp_dtensor.mesh import axes as mesh_axes
-from hp_dtensor.mesh import groups as mesh_groups
-from hp_dtensor.mesh.axes import AxisLayout, MeshValueError, axis_layouts, find_axis, read_names, read_ranks
+from hp_dtensor.mesh.axes import (
+    AxisLayout,
+    MeshValueError,
+    OverlapError,
+    axes_overlap,
+    axis_layouts,
+    find_axis,
+    ranks_along,
+    read_names,
+    read_ranks,
+    unflattened,
+)
+from hp_dtensor.mesh.groups import check_world, read_options, start
 from hp_platform import get_platform
-from hp_platform.extend import own_rank
+from hp_platform.extend import load_port, own_rank, when_groups_end
 
 _active = threading.local()
+# By identity: equal meshes have groups of their own.
+_living: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+class Ranks(Protocol):
+    """The ranks of a mesh; ``<framework>/api.py``. Declared here, since ``hp_dtensor.port`` knows meshes."""
+
+    def rank_tensor(self, ranks: np.ndarray) -> Any:
+        """Make a tensor of ranks on the host."""
+        ...
+
+
+@functools.cache
+def ranks_port() -> Ranks:
+    """Return the framework's `Ranks`."""
+    return load_port(Ranks, "api")
 
 
 class DeviceMesh:
@@ -73,13 +99,13 @@ class DeviceMesh:
         self._key = (device_type, self.shape, tuple(ranks.reshape(-1).tolist()), names)
         self._hash = hash(self._key)
         self._groups: tuple[Any, ...] | None = None
-        self._options = mesh_groups.read_options(backend_override, names, len(self.shape))
+        self._options = read_options(backend_override, names, len(self.shape))
         self._rank: int | None = None
         self._coordinate: tuple[int, ...] | None = None
         if _init_groups:
             self._make_groups()
         self._locate()
-        mesh_groups.note(self)
+        _living[id(self)] = self
 
     def _locate(self) -> None:
         """Find this rank's coordinate; until there is a default group, use that of rank 0."""
@@ -113,7 +139,7 @@ class DeviceMesh:
     @property
     def mesh(self) -> Any:
         """The ranks as a new tensor of the framework on the host; see ``ranks``."""
-        return port.ranks().rank_tensor(self.ranks)
+        return ranks_port().rank_tensor(self.ranks)
 
     @property
     def ndim(self) -> int:
@@ -180,8 +206,8 @@ class DeviceMesh:
 
     # ---- groups ----
     def _make_groups(self) -> None:
-        mesh_groups.start()
-        mesh_groups.check_world(self)
+        start()
+        check_world(self.ranks)
         own_axes = range(self.ndim) if self.get_coordinate() is not None else ()
         new_group = get_platform().groups.new_group
         self._groups = tuple(new_group(self._line(axis), pg_options=self._options.get(axis)) for axis in own_axes)
@@ -254,7 +280,21 @@ class DeviceMesh:
         located = [self._find(name) for name in requested]
         if len(located) == 1 and located[0][0] is not self:
             return located[0][0]
-        return mesh_axes.join(self, requested, located)
+        return self._joined(requested, located)
+
+    def _joined(self, names: Sequence[str], located: Sequence[tuple[DeviceMesh, int]]) -> DeviceMesh:
+        """Return the mesh of these axes of sub-meshes of this mesh's root."""
+        root, axes = self.root, tuple(each._axes[axis] for each, axis in located)
+        if axes_overlap(axes):
+            raise OverlapError(f"axes {tuple(names)} of {root} overlap: no rank may lie on two of them")
+        coordinate = root.get_coordinate()
+        if coordinate is None:
+            raise RuntimeError(f"rank {self.get_rank()} is not in {self}: it has no sub-mesh there")
+        position = int(np.ravel_multi_index(coordinate, root.shape))
+        submesh = self._derived(ranks_along(root.ranks, position, axes), names, axes)
+        if all(each._groups is not None for each, _ in located):
+            submesh._groups = tuple(each.get_group(axis) for each, axis in located)
+        return submesh
 
     def _derived(
         self, ranks: Any, names: Sequence[str] | None, axes: tuple[AxisLayout, ...], *, init_groups: bool = False
@@ -272,7 +312,24 @@ class DeviceMesh:
             ValueError: the name is taken, by an axis of the root mesh or by a flattened axis over other ranks.
             RuntimeError: neither a name nor axis names to join.
         """
-        return mesh_axes.flatten(self, mesh_dim_name)
+        name = mesh_dim_name or "_".join(self.mesh_dim_names or ())
+        if not name:
+            raise RuntimeError("_flatten: give mesh_dim_name, this mesh has no mesh_dim_names to join")
+        if self.mesh_dim_names == (name,):
+            return self
+        root, ranks = self.root, self.ranks.reshape(-1)
+        if name in (root.mesh_dim_names or ()):
+            raise ValueError(f"_flatten: {name!r} is already an axis of the root mesh {root.mesh_dim_names}")
+        axis, flattened = tuple(term for each in self._axes for term in each), root._flattened.get(name)
+        if flattened is not None and flattened._axes != (axis,):
+            raise ValueError(
+                f"_flatten: {name!r} is already the name of ranks {flattened.ranks.tolist()}, asked for"
+                f" {ranks.tolist()}; choose another name"
+            )
+        if flattened is None:
+            flattened = self._derived(ranks, (name,), (axis,), init_groups=self._groups is not None)
+            root._flattened[name] = flattened
+        return flattened
 
     def _unflatten(
         self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str] | None = None
@@ -288,7 +345,9 @@ class DeviceMesh:
             ValueError: sizes or names that do not fit the axis or each other.
             KeyError, IndexError: no such axis.
         """
-        return mesh_axes.unflatten(self, dim, tuple(mesh_sizes), mesh_dim_names)
+        axis, sizes = (self.axis(dim), dim), tuple(mesh_sizes)
+        parts = unflattened(self._axes, self.ranks, self.mesh_dim_names, axis, sizes, mesh_dim_names)
+        return self._derived(*parts, init_groups=self._groups is not None)
 
     @staticmethod
     def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -298,7 +357,12 @@ class DeviceMesh:
             ValueError: no meshes, meshes of different roots or without names.
             KeyError: axes that share ranks.
         """
-        return mesh_axes.concatenate(list(device_mesh_list))
+        meshes = list(device_mesh_list)
+        if not meshes or any(mesh.root != meshes[0].root or mesh.mesh_dim_names is None for mesh in meshes):
+            raise MeshValueError(f"_concatenate: pass sub-meshes with names of one root mesh; got {meshes}")
+        located = [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim)]
+        names = read_names([name for mesh in meshes for name in mesh.mesh_dim_names or ()], (1,) * len(located))
+        return meshes[0]._joined(names or (), located)
 
     @staticmethod
     def from_group(
@@ -317,8 +381,24 @@ class DeviceMesh:
         if mesh is None:
             raise ValueError(f"from_group: {len(groups)} groups need mesh=, the ranks in {len(groups)} axes")
         result = DeviceMesh(device_type, mesh, mesh_dim_names, _init_groups=False)
-        mesh_groups.adopt(result, groups)
+        result._adopt(groups)
         return result
+
+    def _adopt(self, axis_groups: Sequence[Any]) -> None:
+        """Take these groups, one per axis."""
+        groups = get_platform().groups
+        if self.ndim != len(axis_groups):
+            raise ValueError(f"from_group: {len(axis_groups)} groups for a mesh of {self.ndim} axes")
+        if self.get_coordinate() is None:
+            raise ValueError(
+                f"from_group: rank {self.get_rank()} is not in {self}; only members of the groups may call this"
+            )
+        for axis, group in enumerate(axis_groups):
+            line, members = self._line(axis), groups.ranks(group)
+            if sorted(line) != sorted(members):
+                raise ValueError(f"from_group: axis {axis} has ranks {line}, but its group has {members}")
+        groups.mark_created(axis_groups)
+        self._groups = tuple(axis_groups)
 
     # ---- context ----
     def __enter__(self) -> DeviceMesh:
@@ -331,55 +411,20 @@ class DeviceMesh:
         _active.stack.pop()
 
 
+def living() -> list[DeviceMesh]:
+    """List the meshes that are in use."""
+    return list(_living.values())
+
+
+@when_groups_end
+def _forget_groups() -> None:
+    """Drop the groups of all meshes, which as values outlive them; the next use creates new ones."""
+    for mesh in living():
+        mesh._groups = mesh._rank = None
+
+
 def _rebuild(kind: str, ranks: Any, names: Any, root: DeviceMesh | None = None, axes: Any = None) -> DeviceMesh:
     return DeviceMesh(kind, ranks, names, _init_groups=False, _root=root, _axes=axes)
-
-
-def init_device_mesh(
-    device_type: str,
-    mesh_shape: Sequence[int],
-    mesh_dim_names: Sequence[str] | None = None,
-    *,
-    backend_override: Any = None,
-) -> DeviceMesh:
-    """Create a mesh over the first ranks in order: rank ``r`` is at ``numpy.unravel_index(r, mesh_shape)``.
-
-    Initialises the default process group if there is none. For other ranks, or another order, call ``DeviceMesh``.
-
-    A mesh may be smaller than the world, as with torch, and nothing is said of it: ranks beyond the product of
-    ``mesh_shape`` are not in the mesh, have no coordinate, and hold nothing of a tensor that is distributed over it.
-    On such a rank a slice of the mesh, ``fully_shard`` and ``parallelize_module`` are refused by name.
-
-    Args:
-        device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``.
-        mesh_shape: size of each axis; the product is at most the world size.
-        mesh_dim_names: one name per axis.
-        backend_override: options of the axes' groups, as for ``DeviceMesh``.
-
-    Raises:
-        TypeError: names that are not strings.
-        ValueError: the product of ``mesh_shape`` exceeds the world size, names do not fit it, or ``device_type`` has
-            an index (each also a RuntimeError, as torch raises).
-    """
-    if not device_type.isalpha():
-        kind = device_type.partition(":")[0]
-        raise MeshValueError(
-            f"init_device_mesh: device_type {device_type!r} names one device; pass the kind, {kind!r}: "
-            "each rank uses the current device of that kind"
-        )
-    shape = tuple(int(size) for size in ((mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape))
-    names = read_names(mesh_dim_names, shape)
-    mesh_groups.start()
-    world = get_platform().groups.size()
-    need = prod(shape)
-    if min(shape, default=0) < 1:
-        raise MeshValueError(f"init_device_mesh: the sizes of mesh_shape must be positive, got {shape}")
-    if need > world:
-        raise MeshValueError(
-            f"init_device_mesh: mesh_shape {shape} has {need} ranks, but the world has {world} ranks; "
-            f"start {need} ranks or change the shape{mesh_groups.advice_for(need)}"
-        )
-    return DeviceMesh(device_type, np.arange(need).reshape(shape), names, backend_override=backend_override)
 
 
 def get_current_mesh() -> DeviceMesh:
