@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from hp_dtensor import DeviceMesh
 from hp_fsdp.groups.managed_params import find_parameters, ignore, is_copy
@@ -18,7 +18,21 @@ if TYPE_CHECKING:
     from hp_fsdp.options import BucketPlan, GroupOptions
 
 
-class Group:
+class Steps(Protocol):
+    """What a group asks of its context; see `hp_fsdp.steps.context.Context`."""
+
+    @property
+    def outermost(self) -> Any: ...
+    @property
+    def backward(self) -> bool: ...
+    @property
+    def trace(self) -> list[Any]: ...
+
+
+C = TypeVar("C", bound=Steps)
+
+
+class Group(Generic[C]):
     """The parameters that are gathered, freed and reduced together, around the forward and backward of their modules.
 
     A framework's ``ParameterGroup`` adds how buckets are filled, shown in the modules, and reduced.
@@ -79,7 +93,7 @@ class Group:
         self.policy = options.policy
         self.deterministic = options.deterministic
         self.ignored: list[Any] = list(ignored)
-        self.context: Any = None
+        self.context: C | None = None
         self.order: ExecutionOrder[Any] = ExecutionOrder()
         self.reshard_after_forward: bool | None = None if options.reshards else False
         self.reshard_after_backward = True

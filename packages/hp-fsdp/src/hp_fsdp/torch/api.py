@@ -18,6 +18,7 @@ from hp_fsdp.torch.groups.group import ParameterGroup
 from hp_fsdp.torch.groups.parameter import ManagedParameter
 from hp_fsdp.torch.module import HSDPModule, shard_class
 from hp_fsdp.torch.optimizers import watch_optimizers
+from hp_fsdp.torch.steps.context import RootGroup
 from hp_platform import get_platform
 
 __all__ = [
@@ -79,7 +80,7 @@ def make_group(
     ignored: Sequence[nn.Parameter],
 ) -> None:
     """Shard the parameters as one group, and give the modules sharded classes."""
-    group = ParameterGroup(modules, parameters, axes, device, options, ignored)
+    group: RootGroup = ParameterGroup(modules, parameters, axes, device, options, ignored)
     for each in modules:
         shard_class(each, group)
 

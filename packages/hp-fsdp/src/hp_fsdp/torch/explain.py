@@ -47,9 +47,9 @@ from hp_fsdp.explanation.memory import (
 from hp_fsdp.groups.managed_params import groups_in
 from hp_fsdp.torch.activations import Activations, SavedBytes, storages_of, watch_activations
 from hp_fsdp.torch.groups.bucket import Bucket
-from hp_fsdp.torch.groups.group import ParameterGroup
 from hp_fsdp.torch.groups.parameter import has_own_setattr
 from hp_fsdp.torch.module import HSDPModule
+from hp_fsdp.torch.steps.context import RootGroup
 from hp_fsdp.torch.steps.hooks import map_tensors
 from hp_platform import get_platform
 
@@ -126,7 +126,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _check(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+def _check(model: nn.Module, groups: Sequence[RootGroup]) -> None:
     for group in groups:
         for parameter in group.parameters:
             if parameter.inner is not None:
@@ -181,7 +181,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
                 module.__dict__[table].update(content)
 
 
-def _swap_tensors(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[torch.Tensor]:
+def _swap_tensors(model: nn.Module, groups: Sequence[RootGroup]) -> list[torch.Tensor]:
     """Register fakes in place of parameters and buffers; return them."""
     swapped: list[torch.Tensor] = []
     managed: set[tuple[int, str]] = set()
@@ -242,7 +242,7 @@ def _fake_input(bases: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.T
     return fake.detach().requires_grad_(tensor.requires_grad)
 
 
-def _unshard_class(group: ParameterGroup) -> Callable[[], None]:
+def _unshard_class(group: RootGroup) -> Callable[[], None]:
     """Give a sharded module its former class, with the casts of its policy; return a function that undoes it."""
     module, policy = group.module, group.policy
     sharded = type(module)
@@ -307,12 +307,12 @@ def predicted_activations(model: nn.Module, inputs: Any, activations: Any) -> Ac
     return None if inputs is None else predict_activations(model, inputs)
 
 
-def overlap(root: ParameterGroup) -> Overlap:
+def overlap(root: RootGroup) -> Overlap:
     """Return the communication that runs beside the computation: gathers and reductions."""
     return Overlap()
 
 
-def stays_gathered(group: ParameterGroup) -> bool:
+def stays_gathered(group: RootGroup) -> bool:
     """Tell whether a group stays gathered after a backward pass."""
     return not group.reshard_after_backward
 
@@ -339,7 +339,7 @@ _BUFFERS = "the reductions' buffers; autograd's own, of the group that computes,
 
 
 def memory_rows(
-    groups: Sequence[ParameterGroup],
+    groups: Sequence[RootGroup],
     events: Sequence[Event],
     memory: Sequence[MemoryPoint],
     optimizer: Optimizer | None,

@@ -15,12 +15,11 @@ from hp_fsdp.groups.managed_params import make_sharded_class
 from hp_fsdp.module_api import ModuleAPI
 from hp_fsdp.state_dict.model import laid_out
 from hp_fsdp.steps.order import INSIDE
-from hp_fsdp.torch.groups.communication import Communication
-from hp_fsdp.torch.groups.group import ParameterGroup
 from hp_fsdp.torch.other_libraries import check_modules, check_parameters, check_prepared, check_state, own_mark
 from hp_fsdp.torch.state_dict import unwrapped
-from hp_fsdp.torch.steps.context import RootContext
+from hp_fsdp.torch.steps.context import RootContext, RootGroup
 from hp_fsdp.torch.steps.hooks import run_forward
+from hp_fsdp.torch.steps.settings import Settings
 
 _WITH_DETERMINISTIC = ("set_custom_all_gather", "set_unshard_in_backward", "set_post_optim_event", "reset_iter_state")
 _OF_THE_MODEL = ("set_post_optim_event", "reset_iter_state")
@@ -34,7 +33,7 @@ class HSDPModule(ModuleAPI):
     Setters with ``recurse=True``, the default of most, act on all sharded modules inside as well.
     """
 
-    _hsdp_group: ParameterGroup
+    _hsdp_group: RootGroup
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward with the parameters gathered."""
@@ -73,7 +72,7 @@ class HSDPModule(ModuleAPI):
                 )
         if setter in _OF_THE_MODEL:
             self._context()
-        yield from (Communication.of(group) for group in groups)
+        yield from (Settings.of(group) for group in groups)
 
     def _hsdp_modules(self) -> Iterator[nn.Module]:
         return self.modules()
@@ -191,7 +190,7 @@ FSDPModule = HSDPModule
 """torch's name of the class."""
 
 
-def shard_class(module: nn.Module, group: ParameterGroup) -> None:
+def shard_class(module: nn.Module, group: RootGroup) -> None:
     """Make ``module`` an ``HSDPModule`` that runs with ``group``: Note [Name of a sharded class]."""
     module.__dict__["_hsdp_group"] = group
     module.__class__ = make_sharded_class(HSDPModule, type(module))

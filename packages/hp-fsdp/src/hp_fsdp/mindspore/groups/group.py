@@ -109,7 +109,7 @@ def unsharded_tensors(group: ParameterGroup, call: Call | None) -> list[Any]:
     return [parameter.dress(tensor) for parameter, tensor in zip(group.parameters, tensors)]
 
 
-class ParameterGroup(Group):
+class ParameterGroup(Group["RootContext"]):
     """A group of one Cell.
 
     Attributes:
@@ -120,7 +120,6 @@ class ParameterGroup(Group):
     """
 
     managed = ManagedParameter
-    context: RootContext | None
     buckets: list[Bucket]
     parameters: list[ManagedParameter]
 

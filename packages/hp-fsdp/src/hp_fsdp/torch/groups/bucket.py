@@ -26,7 +26,7 @@ from hp_fsdp.torch.groups.communication import Communication
 from hp_fsdp.torch.groups.deterministic import MicroBatchBuffer
 from hp_fsdp.torch.groups.gradients import GradientBuffer
 from hp_fsdp.torch.groups.host import empty_on_host, on_copy_stream, transport
-from hp_fsdp.torch.groups.parameter import ManagedParameter, adopt, has_own_setattr
+from hp_fsdp.torch.groups.parameter import ManagedParameter, check_registered, find_registered, has_own_setattr
 from hp_platform import collectives, get_platform
 
 _plain = torch._C.DisableTorchFunctionSubclass
@@ -206,9 +206,37 @@ class Bucket:
             for registered, name, sharded, address in self.expected:
                 new = registered.get(name) is not sharded or sharded.data_ptr() != address
                 if new or (not address and self._differs(sharded)):
-                    adopt(self)
+                    self._adopt()
                     break
         self.follow_requires_grad()
+
+    def _adopt(self) -> None:
+        """Take over parameters that were materialised, moved, cast, or loaded by assignment, into a new shard.
+
+        After a cast, parameters keep their offsets in the buffer, which is aligned for the former dtype.
+
+        Raises:
+            RuntimeError: see `find_registered` and `check_registered`.
+        """
+        with torch.no_grad(), _plain():
+            objects = [find_registered(parameter, self.owner) for parameter in self.parameters]
+            device, dtype = objects[0].device, objects[0].dtype
+            floating, on_host = self.dtype.is_floating_point, self.offload is not None
+            check_registered(self.parameters, objects, self.owner, floating=floating, on_host=on_host)
+            if device.type == "meta":
+                return
+            if self.prepared or dtype is not self.dtype:
+                former, self.dtype, self.prepared = self.shard, dtype, False
+                self.choose_dtypes()
+                self.shard = self.new_shard(device)
+                if former.device.type != "meta":
+                    self.shard.copy_(former)
+            else:
+                self.shard = self.new_shard(device)
+            for index, (parameter, registered) in enumerate(zip(self.parameters, objects)):
+                parameter.take_over(registered, self.shard_view(index), self.owner)
+        self.note_sharded()
+        self.show_sharded()
 
     def _differs(self, sharded: torch.Tensor) -> bool:
         """Whether a parameter without elements, whose address is always 0, was materialised, moved or cast."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from hp_dtensor.torch.extend import Mark, will_run
-from hp_fsdp.groups.group import Group
+from hp_fsdp.groups.group import C, Group
 from hp_fsdp.options import BucketPlan
 from hp_fsdp.ranks.axes import DataAxes, PostForwardRanks
 from hp_fsdp.steps.order import Span
@@ -20,10 +20,6 @@ from hp_fsdp.torch.groups.deterministic import Exchange, MicroBatchBuffer
 from hp_fsdp.torch.groups.gradients import Reduction
 from hp_fsdp.torch.groups.parameter import ManagedParameter, lost_write, restore
 from hp_platform.extend import attribute_to
-
-if TYPE_CHECKING:
-    from hp_fsdp.torch.steps.context import RootContext
-
 
 _Range = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
 _plain = torch._C.DisableTorchFunctionSubclass
@@ -39,7 +35,7 @@ class Call:
     __slots__ = ("__weakref__",)
 
 
-class ParameterGroup(Group):
+class ParameterGroup(Group[C]):
     """A group of one module or of several.
 
     Attributes:
@@ -62,7 +58,6 @@ class ParameterGroup(Group):
     """
 
     managed = ManagedParameter
-    context: RootContext | None
     buckets: list[Bucket]
     parameters: list[ManagedParameter]
 
@@ -98,7 +93,15 @@ class ParameterGroup(Group):
             bucket.note_places()
         super().add(parameters)
         if self.communication is not None:
-            Communication.of(self)
+            self.communicate_by(self.communication)
+
+    def communicate_by(self, communication: Communication) -> None:
+        """Gather and reduce by these settings in each step from now on."""
+        self.communication = communication
+        for bucket in self.buckets:
+            bucket.communication = communication
+            if bucket.prepared:
+                bucket.gradients.communication = communication
 
     def rename(self, name: str) -> None:
         super().rename(name)
@@ -144,7 +147,7 @@ class ParameterGroup(Group):
         """Call `check` after a method of the module replaced parameters: the former objects take their places again."""
         if not self.unsharded and self.gathering is None:
             for bucket in self.buckets:
-                restore(bucket)
+                restore(bucket.parameters)
         self.check()
 
     def start_unshard(self) -> None:
@@ -349,7 +352,7 @@ class ParameterGroup(Group):
                         parameter.unsharded.grad = None
 
 
-def check_differentiable(group: ParameterGroup) -> None:
+def check_differentiable(group: ParameterGroup[Any]) -> None:
     """Raise if a backward pass with ``create_graph=True`` gave parameters gradients.
 
     Raises:

@@ -10,7 +10,8 @@ Note [Sharded along another dim]
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,10 +22,6 @@ from hp_dtensor.extend import TensorSpec
 from hp_dtensor.torch.extend import DTensor, become, give_memory, local_view, wrap
 from hp_fsdp.groups.managed_params import is_copy, mark, owner_of
 from hp_fsdp.options import ParameterFacts
-
-if TYPE_CHECKING:
-    from hp_fsdp.torch.groups.bucket import Bucket
-
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -199,6 +196,23 @@ class ManagedParameter:
         """Give the sharded parameter the memory of ``view``, on another kind of device than before (meta)."""
         give_memory(self.sharded, view)
 
+    def take_over(self, registered: Any, view: torch.Tensor, owner: str) -> None:
+        """Make what is registered in the parameter's places the sharded parameter, with its values in ``view``.
+
+        Args:
+            registered: the former sharded parameter, or another object of its layout.
+            view: see `make_sharded`.
+            owner: likewise.
+        """
+        view.copy_(registered)
+        if registered is not self.sharded:
+            mark(registered, owner_of(self.sharded) or owner)
+            self.sharded = registered
+            if self.unsharded is not None:
+                self.direct_hooks()
+        _set_data(registered, view.detach())
+        self.trains = _get_requires_grad(registered)
+
     def make_unsharded(self, view: torch.Tensor) -> None:
         """Make the unsharded parameter over ``view``, a range of the gathered buffer."""
         self.unsharded = _leaf(self.part(view), self.inner, self.trains)
@@ -300,53 +314,13 @@ def _copy_attributes(source: Any, target: Any) -> None:
 _get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-def adopt(bucket: Bucket) -> None:
-    """Take over parameters that were materialised, moved, cast, or loaded by assignment.
-
-    After a cast, parameters keep their offsets in the buffer, which is aligned for the former dtype.
-
-    Args:
-        bucket: it gets a new shard, and is prepared anew.
-
-    Raises:
-        RuntimeError: a parameter was removed, or replaced by a tensor of another layout; some were cast and some not;
-            they were moved from the host despite ``CPUOffloadPolicy``.
-    """
-    with torch.no_grad(), _plain():
-        objects = [_registered(bucket, parameter) for parameter in bucket.parameters]
-        device, dtype = objects[0].device, objects[0].dtype
-        _check(bucket, objects)
-        if device.type == "meta":
-            return
-        if bucket.prepared or dtype is not bucket.dtype:
-            former, bucket.dtype, bucket.prepared = bucket.shard, dtype, False
-            bucket.choose_dtypes()
-            bucket.shard = bucket.new_shard(device)
-            if former.device.type != "meta":
-                bucket.shard.copy_(former)
-        else:
-            bucket.shard = bucket.new_shard(device)
-        for index, (parameter, registered) in enumerate(zip(bucket.parameters, objects)):
-            view = bucket.shard_view(index)
-            view.copy_(registered)
-            if registered is not parameter.sharded:
-                mark(registered, owner_of(parameter.sharded) or bucket.owner)
-                parameter.sharded = registered
-                if parameter.unsharded is not None:
-                    parameter.direct_hooks()
-            _set_data(registered, view.detach())
-            parameter.trains = _get_requires_grad(registered)
-    bucket.note_sharded()
-    bucket.show_sharded()
-
-
-def restore(bucket: Bucket) -> None:
+def restore(parameters: Sequence[ManagedParameter]) -> None:
     """Put the sharded parameters back in place of others of their layout, with the others' values.
 
     The others were made by a method of the module (``to_empty``), and an optimizer may have the former ones.
     """
     with torch.no_grad(), _plain():
-        for parameter in bucket.parameters:
+        for parameter in parameters:
             module, name = parameter.places[0]
             registered: Any = module._parameters.get(name)
             former = parameter.sharded
@@ -357,11 +331,19 @@ def restore(bucket: Bucket) -> None:
                 module._parameters[name] = former
 
 
-def _registered(bucket: Bucket, parameter: ManagedParameter) -> Any:
-    """Return the object registered in all of a parameter's places."""
+def find_registered(parameter: ManagedParameter, owner: str) -> Any:
+    """Return the object registered in all of a parameter's places.
+
+    Args:
+        parameter: of a group.
+        owner: text that names the group in errors.
+
+    Raises:
+        RuntimeError: it was removed, replaced by a tensor of another layout, or registered tensors differ.
+    """
     objects = [module._parameters.get(name) for module, name in parameter.places]
     module, name = parameter.places[0]
-    where = f"fully_shard: parameter {parameter.name!r} of {bucket.owner}"
+    where = f"fully_shard: parameter {parameter.name!r} of {owner}"
     for place, each in zip(parameter.places, objects):
         if each is None:
             raise RuntimeError(
@@ -381,20 +363,34 @@ def _registered(bucket: Bucket, parameter: ManagedParameter) -> Any:
     return objects[0]
 
 
-def _check(bucket: Bucket, objects: list[Any]) -> None:
-    first, device, dtype = bucket.parameters[0], objects[0].device, objects[0].dtype
-    for parameter, registered in zip(bucket.parameters, objects):
+def check_registered(
+    parameters: Sequence[ManagedParameter], objects: Sequence[Any], owner: str, *, floating: bool, on_host: bool
+) -> None:
+    """Refuse what is registered for a bucket's parameters, if one flat buffer can't hold it.
+
+    Args:
+        parameters: of the bucket.
+        objects: what is registered for each.
+        owner: text that names the group in errors.
+        floating: the parameters have had a dtype of floating point.
+        on_host: they stay on the host.
+
+    Raises:
+        RuntimeError: some were cast or moved and some not, all were cast to integers, or moved from the host.
+    """
+    first, device, dtype = parameters[0], objects[0].device, objects[0].dtype
+    for parameter, registered in zip(parameters, objects):
         if registered.dtype is not dtype or registered.device != device:
             raise RuntimeError(
-                f"fully_shard: parameters of one group differ: {first.name!r} of {bucket.owner} is {dtype} on {device},"
+                f"fully_shard: parameters of one group differ: {first.name!r} of {owner} is {dtype} on {device},"
                 f" {parameter.name!r} is {registered.dtype} on {registered.device}. Cast and move all of a sharded"
                 " module, or none"
             )
-    if not dtype.is_floating_point and bucket.dtype.is_floating_point:
-        raise RuntimeError(f"fully_shard: parameter {first.name!r} of {bucket.owner} was cast to {dtype}")
-    if bucket.offload is not None and device.type not in ("cpu", "meta"):
+    if floating and not dtype.is_floating_point:
+        raise RuntimeError(f"fully_shard: parameter {first.name!r} of {owner} was cast to {dtype}")
+    if on_host and device.type not in ("cpu", "meta"):
         raise RuntimeError(
-            f"fully_shard: parameter {first.name!r} of {bucket.owner} is on {device}, but with"
+            f"fully_shard: parameter {first.name!r} of {owner} is on {device}, but with"
             " offload_policy=CPUOffloadPolicy() sharded parameters stay on the host. Materialise them there:"
             ' model.to_empty(device="cpu"); don\'t move a sharded model'
         )

@@ -32,7 +32,7 @@ _register_own = torch.Tensor.register_post_accumulate_grad_hook
 """Of a gathered parameter itself, whose methods are the sharded one's."""
 
 
-class RootContext(Context[ParameterGroup]):
+class RootContext(Context[ParameterGroup["RootContext"]]):
     """A context in which at most one group's gradients are being reduced, behind the computation of the next one.
 
     Attributes:
@@ -48,10 +48,10 @@ class RootContext(Context[ParameterGroup]):
         `hp_fsdp.torch.steps.hooks`.
     """
 
-    def __init__(self, root: ParameterGroup) -> None:
+    def __init__(self, root: RootGroup) -> None:
         super().__init__(root)
-        self.several: list[ParameterGroup] = []
-        self.reductions: list[tuple[Started, ParameterGroup]] = []
+        self.several: list[RootGroup] = []
+        self.reductions: list[tuple[Started, RootGroup]] = []
         self.advancing = False
         self.last_backward = True
         self.spare = 0
@@ -77,7 +77,7 @@ class RootContext(Context[ParameterGroup]):
         self.spare = max(group.most_reductions for group in self.groups) - 1
 
     # ---- forward ----
-    def begin_forward(self, group: ParameterGroup) -> None:
+    def begin_forward(self, group: RootGroup) -> None:
         while self.events:
             self.events.pop().wait()
         for each in self.groups:
@@ -93,7 +93,7 @@ class RootContext(Context[ParameterGroup]):
                     group.reshard(before_backward=True)
         super().end_forward()
 
-    def expect_owed(self, group: ParameterGroup) -> None:
+    def expect_owed(self, group: RootGroup) -> None:
         """Watch a ``group`` whose forward runs in a frame that puts gradients off: Note [Gradients put off].
 
         Raises:
@@ -118,7 +118,7 @@ class RootContext(Context[ParameterGroup]):
         self.differentiable = torch.is_grad_enabled()  # in hooks: the pass is run with create_graph=True
         _engine.queue_callback(self.end_backward)
 
-    def enter_backward(self, group: ParameterGroup, *_: Any) -> None:
+    def enter_backward(self, group: RootGroup, *_: Any) -> None:
         """Begin the backward of ``group``."""
         if not group.in_backward:
             if not self.backward:
@@ -127,7 +127,7 @@ class RootContext(Context[ParameterGroup]):
             if group.unshard_in_backward:
                 self.unshard(group, self.backward_order, group.prefetch_in_backward)
 
-    def leave_backward(self, group: ParameterGroup, *_: Any) -> None:
+    def leave_backward(self, group: RootGroup, *_: Any) -> None:
         """End the backward of ``group``: the gradient has left through one of its inputs."""
         if not group.in_backward:
             if not group.arrived():  # else it came past the outputs: Note [Gradients by other ways]
@@ -136,7 +136,7 @@ class RootContext(Context[ParameterGroup]):
         if not self.late.watching:  # else a kept graph may need its parameters yet
             self.finish_group(group)
 
-    def late_gradient(self, group: ParameterGroup, *_: Any) -> None:
+    def late_gradient(self, group: RootGroup, *_: Any) -> None:
         """Begin a backward pass for a gradient that came through a kept graph: Note [Gradients of gradients]."""
         if not group.in_backward:
             self.begin_backward()
@@ -168,7 +168,7 @@ class RootContext(Context[ParameterGroup]):
             group.hide()  # whose parameters stay gathered: module.weight.grad is the gradient that was handed out
         super().end_backward()
 
-    def finish_group(self, group: ParameterGroup) -> None:
+    def finish_group(self, group: RootGroup) -> None:
         """Take the gradients of ``group``, free its parameters, start the reduction."""
         group.in_backward = group.awaited = False
         self.trace.append(("left", group, perf_counter_ns()))
@@ -183,11 +183,11 @@ class RootContext(Context[ParameterGroup]):
         elif group.reduces and not group.reduces_at_end:
             self.started(group, group.reduce())
 
-    def end_micro_batch(self, group: ParameterGroup) -> None:
+    def end_micro_batch(self, group: RootGroup) -> None:
         """End a micro-batch of ``group``, in deterministic mode: its gradients of this backward pass are complete."""
         self.started(group, group.end_micro_batch(self.last_backward))
 
-    def started(self, group: ParameterGroup, reductions: list[Started]) -> None:
+    def started(self, group: RootGroup, reductions: list[Started]) -> None:
         """Record reductions that were started."""
         if reductions:
             self.trace.append(("reduce", group, perf_counter_ns()))
@@ -239,7 +239,7 @@ class RootContext(Context[ParameterGroup]):
         if not self.backward and not self.advancing:
             self.drain()
 
-    def lost(self) -> list[ParameterGroup]:
+    def lost(self) -> list[RootGroup]:
         """Return the groups that got gradients in a backward pass of which no hook saw anything."""
         return [group for group in self.groups if group.awaited and group.arrived()]
 
@@ -262,8 +262,12 @@ class RootContext(Context[ParameterGroup]):
         super().abandon()
 
 
+RootGroup = ParameterGroup[RootContext]
+"""A group of a model on PyTorch, whose context is of this class."""
 _contexts: weakref.WeakSet[RootContext] = weakref.WeakSet()
 _FREED = f"is at version {FREED}"
+"""Part of the text of torch's error for a saved tensor that was written to (torch 2.13), which carries no fields:
+test_a_freed_parameter_is_refused_where_two_calls_wait in tests/test_inplace_outputs.py provokes it."""
 
 
 def _marks() -> list[Mark]:
@@ -321,15 +325,15 @@ class LateGradients:
     """Hooks on the unsharded parameters of groups, for gradients that come past the hooks on outputs."""
 
     def __init__(self) -> None:
-        self._handles: dict[ParameterGroup, list[Any]] = {}
-        self._watched: dict[ParameterGroup, list[object]] = {}
+        self._handles: dict[RootGroup, list[Any]] = {}
+        self._watched: dict[RootGroup, list[object]] = {}
 
     @property
     def watching(self) -> bool:
         """True if there are hooks; with `watch`, from a pass that kept its graph until the end of one that doesn't."""
         return bool(self._handles)
 
-    def watch(self, group: ParameterGroup, arrived: Callable[..., None]) -> None:
+    def watch(self, group: RootGroup, arrived: Callable[..., None]) -> None:
         """Call ``arrived`` when one of the group's parameters gets a gradient."""
         handles = self._handles.setdefault(group, [])
         with _plain():
@@ -337,7 +341,7 @@ class LateGradients:
                 if parameter.trains and parameter.unsharded is not None:
                     handles.append(_register_own(parameter.unsharded, arrived))
 
-    def watch_once(self, group: ParameterGroup, arrived: Callable[..., None]) -> None:
+    def watch_once(self, group: RootGroup, arrived: Callable[..., None]) -> None:
         """Call `watch`, unless the current parameters of the group are watched already."""
         leaves = [bucket.leaves for bucket in group.buckets]
         if self._watched.get(group) != leaves:
@@ -351,6 +355,6 @@ class LateGradients:
             self._forget(group)
         self._watched.clear()
 
-    def _forget(self, group: ParameterGroup) -> None:
+    def _forget(self, group: RootGroup) -> None:
         for handle in self._handles.pop(group, ()):
             handle.remove()

@@ -52,8 +52,8 @@ import torch
 
 from hp_dtensor.torch.extend import DTensor, wrap
 from hp_fsdp.steps.tree import tree_functions
-from hp_fsdp.torch.groups.group import Call, ParameterGroup
-from hp_fsdp.torch.steps.context import RootContext
+from hp_fsdp.torch.groups.group import Call
+from hp_fsdp.torch.steps.context import RootContext, RootGroup
 from hp_fsdp.torch.steps.context import hsdp_sync_stream as hsdp_sync_stream
 from hp_platform.frames import current_frame
 
@@ -78,7 +78,7 @@ def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...],
     Returns:
         The result of ``forward``.
     """
-    group: ParameterGroup = module._hsdp_group
+    group: RootGroup = module._hsdp_group
     context = group.context or RootContext.of(group)
     policy = group.policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
@@ -142,7 +142,7 @@ def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...],
     return output
 
 
-def _run_again(context: RootContext, group: ParameterGroup, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run_again(context: RootContext, group: RootGroup, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     context.begin_backward()
     group.in_backward = True
     group.start_unshard()
@@ -164,7 +164,7 @@ def _watch_input(hook: Callable[..., None], tensor: torch.Tensor) -> torch.Tenso
     return wrap(view, tensor._spec) if isinstance(tensor, DTensor) else view
 
 
-def _watch_outputs(group: ParameterGroup, output: Any, given: Any, first: int) -> bool:
+def _watch_outputs(group: RootGroup, output: Any, given: Any, first: int) -> bool:
     """Call the group's hook before the backward of a module: Note [Outputs written in place].
 
     Args:
@@ -205,6 +205,6 @@ def _watch_outputs(group: ParameterGroup, output: Any, given: Any, first: int) -
     return watched
 
 
-def _enter_call(group: ParameterGroup, call: Call, *_: Any) -> None:
+def _enter_call(group: RootGroup, call: Call, *_: Any) -> None:
     group.calls.discard(call)
     group.enter_backward()
