@@ -17,7 +17,8 @@ from hp_platform import LostRankError, get_platform
 def main(connection: Any, rank: int, path: str, place: str, environment: dict[str, str]) -> None:
     """Ranks 0 and 2, and 1 and 3, are pipelines; 0 and 1, and 2 and 3, are the two ranks of a stage.
 
-    Rank 1 or 3 raises in the second run, in a collective's place; the others say what they were told.
+    Rank 1 or 3 raises in the second run, in a collective's place; the others say what they were told. Where no rank
+    raises, all send their losses.
     """
     os.environ.update(environment, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
@@ -26,6 +27,7 @@ def main(connection: Any, rank: int, path: str, place: str, environment: dict[st
     groups, collectives = get_platform().groups, get_platform().collectives
     pipeline = groups.new_group([rank % 2, rank % 2 + 2])
     stage = groups.new_group([rank // 2 * 2, rank // 2 * 2 + 1])
+    torch.manual_seed(0)
     calls, layer = 0, nn.Linear(4, 4)
 
     def work(x: torch.Tensor) -> torch.Tensor:
@@ -42,7 +44,7 @@ def main(connection: Any, rank: int, path: str, place: str, environment: dict[st
     x = torch.ones(4, 4)
     schedule.run(x)
     try:
-        schedule.run(x)
+        connection.send([loss.item() for loss in schedule.run(x)])
     except PipelineError as error:
         connection.send((str(error), repr(error.__cause__)))
     try:

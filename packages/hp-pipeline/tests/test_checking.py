@@ -58,6 +58,9 @@ def test_a_good_order_says_what_each_rank_holds():
 def test_broken_orders(order, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         check(order, PAIR)
+    if text.startswith("a deadlock"):
+        check({0: order[0], 1: steps("1F0 1B0 1F1 1B1")}, PAIR)
+        check({0: steps("0F0 0F1 0B0 0B1"), 1: order[1]}, PAIR)
 
 
 def test_sends_and_receives_that_do_not_meet():

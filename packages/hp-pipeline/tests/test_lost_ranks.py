@@ -46,3 +46,17 @@ def test_a_stage_that_raises_where_its_other_rank_communicates_ends_all_with_its
         for process in processes:
             process.join(30.0)
         assert [process.exitcode for process in processes] == [0] * 4
+
+
+def test_processes_that_are_started_again_run(tmp_path):
+    if lacking := target.missing():
+        pytest.skip(lacking)
+    with rank_processes(failing_stage.main, 4, str(tmp_path / "again"), "no rank") as (processes, connections):
+        assert all(connection.poll(240.0) for connection in connections)
+        first, *others = (connection.recv() for connection in connections[::-1])
+        assert others == [first, [], []] and len(first) == 4
+        for connection in connections:
+            connection.send("all have heard")
+        for process in processes:
+            process.join(30.0)
+        assert [process.exitcode for process in processes] == [0] * 4

@@ -69,3 +69,6 @@ def test_stages_that_are_no_part_of_one_model():
     PipelinedModel(schedule(nn.Linear(2, 2), nn.Flatten()))
     with pytest.raises(ValueError, match="stage 1 and one before it have different tensors of the name 'weight'"):
         PipelinedModel(schedule(nn.Linear(2, 2), nn.Linear(2, 2)))
+    whole = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
+    model = PipelinedModel(schedule(*(nn.ModuleDict({name: part}) for name, part in whole.items())))
+    assert list(model.state_dict()) == list(whole.state_dict())

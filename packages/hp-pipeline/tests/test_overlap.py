@@ -276,6 +276,9 @@ def test_one_that_raises_frees_the_other():
     overlap.coordinator.enable()
     with pytest.raises(RuntimeError, match="a pair runs already"):
         overlap.coordinator.enable()
+    overlap.coordinator.disable()
+    result, _ = overlap.run(*meet(overlap, 2, 2))
+    assert result.item() == 10
 
 
 def test_both_in_one_role_is_an_error_in_both():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pipeline_models import Net, batch
 from test_running import build, compare_step
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hp_pipeline
 from hp_dtensor import DeviceMesh, DTensor, Replicate
@@ -129,6 +130,49 @@ def test_an_array_beside_a_tensor_needs_messages_that_may_differ():
         schedule.run(rows(2))
     schedule, _ = schedule_of(lambda x: (x, np.ones(2)), dyn_shape=True)
     assert [loss.item() for loss in schedule.run(rows(2))] == ([9.0, 45.0] if dist.get_rank() else [])
+
+
+class Wrap(torch.autograd.Function):
+    """Two tensors as one of a class of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, one, two):
+        return TwoTensor(one, two)
+
+    @staticmethod
+    def backward(ctx: Any, gradient):  # type: ignore[override]
+        return gradient.a, gradient.b
+
+
+class Unwrap(torch.autograd.Function):
+    """The two tensors in one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor):
+        return tensor.a.clone(), tensor.b.clone()
+
+    @staticmethod
+    def backward(ctx: Any, one, two):  # type: ignore[override]
+        return TwoTensor(one, two)
+
+
+@on_ranks(2)
+def test_a_tensor_that_wraps_others_is_sent_as_these():
+    schedule, _ = schedule_of(lambda x: Wrap.apply(x, 2 * x))
+    text = "the stage returned a TwoTensor; return the plain tensors in it, and wrap them in the next stage"
+    with pytest.raises(PipelineError, match=text):
+        schedule.run(rows(2))
+    rank, mended = dist.get_rank(), Scale(lambda x: Unwrap.apply(Wrap.apply(x, 2 * x)))
+
+    def last(one, two):
+        one, two = Unwrap.apply(2 * Wrap.apply(one, two))
+        return (one * two).sum()
+
+    stage = PipelineStage(last if rank else mended, rank, 2, device=device_type())
+    losses = hp_pipeline.ScheduleGPipe(stage, 2).run(rows(2))
+    assert [loss.item() for loss in losses] == ([8 * 9 * 1.0, 8 * 9 * 13.0] if rank else [])
+    if rank == 0:
+        assert torch.equal(mended.weight.grad, 16 * 3.0 * rows(2).square().sum(0) / 2)
 
 
 @on_ranks(2)
@@ -289,3 +333,7 @@ def test_pipelines_that_run_together_raise_together_and_go_on():
     assert stage.submodule.weight.grad is not None
     with pytest.raises(ValueError, match=r"got a group of \[\d, \d\], without the ranks \[\d\] of this pipeline"):
         hp_pipeline.ScheduleGPipe(stage, 2, peers=pair, group=groups.new_group([rank % 2, rank % 2 + 2]))
+    stage, crossed = PipelineStage(Scale(), rank // 2, 2), groups.new_group([rank % 2, rank % 2 + 2])
+    stage.submodule.then = torch.sum if rank > 1 else stage.submodule.then
+    losses = hp_pipeline.ScheduleGPipe(stage, 2, peers=groups.default_group(), group=crossed).run(rows(2))
+    assert [loss.item() for loss in losses] == ([9.0, 45.0] if rank > 1 else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,6 +263,7 @@ def test_bad_input_is_refused_on_all_ranks_before_anything_is_sent():
     schedule = build("Schedule1F1B", 4, net)
     with pytest.raises(ValueError, match="has 6 rows along dim 0, which 4 micro-batches do not divide"):
         schedule.run(x, target=target)
+    assert len(build("Schedule1F1B", 3, net).run(x, target=target)) == 3 * rank
     schedule = build("Schedule1F1B", 3 if rank else 2, net)
     with pytest.raises(ValueError, match=r"The ranks \[1\] of the pipeline have another order than rank 0"):
         schedule.run(x, target=target)
@@ -269,6 +271,13 @@ def test_bad_input_is_refused_on_all_ranks_before_anything_is_sent():
     with pytest.raises(PipelineError, match=r"rank 1 at 1F0: TypeError: the last stage must return a scalar loss, .*"
                        r"a tensor of shape \(3, 5\)"):  # fmt: skip
         schedule.run(x)
+    losses, own = schedule.run(x, target=target), schedule.stages[0].submodule
+    stage = PipelineStage(
+        (lambda *args, **kwargs: SimpleNamespace(loss=own(*args, **kwargs))) if rank else own, rank, 2
+    )
+    assert (
+        list(map(torch.equal, losses, hp_pipeline.Schedule1F1B(stage, 2).run(x, target=target))) == [True, True] * rank
+    )
 
 
 @on_ranks(2)
@@ -323,9 +332,12 @@ def test_an_order_of_ones_own():
         schedule.exec_order = {0: (), 1: schedule.exec_order[1]}
     with pytest.raises(ValueError, match="exec_order moves saved tensors to the host; pass swap=True"):
         schedule.exec_order = lower(schedule.exec_order, schedule.pipeline, swapped=[0, 1])
+    moving = build("Schedule1F1B", 2, net, swap=True)
+    moving.exec_order = lower(schedules.gpipe(schedule.pipeline), schedule.pipeline, swapped=[0, 1])
     schedule.exec_order = schedules.gpipe(schedule.pipeline)
     x, target = batch(4, device_type())
-    assert len(schedule.run(x, target=target)) == (2 if dist.get_rank() else 0)
+    losses = schedule.run(x, target=target)
+    assert list(map(torch.equal, losses, moving.run(x, target=target))) == [True, True] * dist.get_rank()
     for order in (schedules.gpipe, schedules.gpipe(schedule.pipeline)):
         own = PipelineSchedule(schedule.stages, 2, order=order)
         assert own.exec_order == schedule.exec_order

@@ -8,6 +8,7 @@ import functools
 import pytest
 
 from hp_pipeline import Costs, MetaStep, MetaStepType, Pipeline, check, placed, schedules, simulate
+from hp_pipeline.orders.greedy import greedy
 
 SCHEDULES = {
     "gpipe": (schedules.gpipe, "line"),
@@ -125,6 +126,11 @@ def test_a_placement_that_does_not_fit_is_refused():
         schedules.zbv(Pipeline(placed("line", 2), 4))
     with pytest.raises(ValueError, match=r"interleaved 1F1B needs stages placed as placed\('loop', 2\)"):
         schedules.interleaved(Pipeline((0, 1, 1, 0), 4))
+    with pytest.raises(ValueError, match=r"placed: shape is one of \['line', 'loop', 'v', 'w'\], got 'u'"):
+        placed("u", 2)
+    with pytest.raises(ValueError, match="placed: 'v' on 2 ranks has 2 stages a rank, got chunks=3"):
+        placed("v", 2, 3)
+    assert placed("v", 2, 2) == placed("v", 2) == (0, 1, 1, 0)
     for make, shape in ((schedules.zbv, "v"), (schedules.interleaved, "loop")):
         pipeline = Pipeline(placed(shape, 2), 4)
         check(make(pipeline), pipeline)
@@ -143,3 +149,13 @@ def test_a_placement_that_does_not_fit_is_refused():
 def test_a_phase_that_is_no_step_is_named(pattern, text):
     with pytest.raises(ValueError, match=text):
         schedules.from_phases(Pipeline(placed("line", 2), 4), lambda rank: [(4, pattern)])
+    pipeline = Pipeline(placed("line", 2), 4)
+    check(schedules.from_phases(pipeline, lambda rank: [(4, "F0"), (4, "B0")]), pipeline)
+    check(schedules.from_phases(pipeline, lambda rank: [(2 - rank, "F0"), (2 + rank, "B0+F0"), (2, "B0")]), pipeline)
+
+
+def test_a_limit_below_one_micro_batch_is_refused():
+    pipeline = Pipeline(placed("v", 2), 4)
+    with pytest.raises(ValueError, match="a limit of 1 open forwards; one micro-batch alone needs 2 on a rank"):
+        greedy(pipeline, 1)
+    assert max(check(greedy(pipeline, 2), pipeline)) == 2

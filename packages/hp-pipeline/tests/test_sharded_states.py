@@ -111,6 +111,13 @@ def test_a_sharded_stage_in_two_threads_is_refused():
     text = r"runs a forward and a backward of stage \d in two threads, but a module that fully_shard was called on"
     with pytest.raises(ValueError, match=text):
         schedule.run(x, target=target)
+    alone = hp_pipeline.ScheduleInterleaved1F1B(schedule.stages, 4, overlap_b_f=True, group=schedule.group)
+    x, target = x[:4], target[:4]  # micro-batches of a row
+    losses = alone.run(x, target=target)
+    net = Net(4).double().to(device_type())
+    stages = [PipelineStage(Stage(net, each.stage_index), each.stage_index, 4) for each in schedule.stages]
+    whole = hp_pipeline.ScheduleInterleaved1F1B(stages, 4, overlap_b_f=True, **options)
+    torch.testing.assert_close(losses, whole.run(x, target=target))
 
 
 @on_ranks(4)

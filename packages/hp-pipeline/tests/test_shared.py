@@ -216,8 +216,10 @@ def test_infos_that_name_no_others():
     info = SharedParameterInfo("weight", (0, 3))
     with pytest.raises(ValueError, match=r"of stage 0 must name this stage and others below stage_num=3"):
         PipelineStage(nn.Linear(1, 1), 0, 3, shared_parameters=[info])
+    assert PipelineStage(nn.Linear(1, 1), 0, 4, shared_parameters=[info]).stage_num == 4
     with pytest.raises(ValueError, match="of stage 1 must name this stage .*; stages that do not have the weight"):
         PipelineStage(nn.Linear(1, 1), 1, 4, shared_parameters=[info])
+    assert PipelineStage(nn.Linear(1, 1), 1, 4).stage_index == 1
 
 
 @on_ranks(2)

@@ -123,6 +123,9 @@ def test_slices_that_would_be_wrong_are_refused():
     text = r"module of PipelineStage\(. of 2: Linear\) takes no 'seq_state', so tokens of a slice would not meet"
     with pytest.raises(ValueError, match=text):
         hp_pipeline.ScheduleSeqPP(stage, 2, seq_slices=2)
+    alone = PipelineStage(Alone(rank).to(device_type()), rank, 2)
+    losses = hp_pipeline.ScheduleSeqPP(alone, 2, seq_slices=3).run(*([x.double()] if rank == 0 else []))
+    torch.testing.assert_close(losses, [Alone(1)(Alone(0)(row)) for row in x.double().cpu().chunk(2)] if rank else [])
     parts = parts_of(2, again=True)
     with pytest.raises(ValueError, match="seq_slices=2 is for training; a stage with has_backward=False"):
         hp_pipeline.ScheduleGPipe(PipelineStage(parts[rank], rank, 2, has_backward=False), 2, seq_slices=2)
@@ -133,10 +136,27 @@ def test_slices_that_would_be_wrong_are_refused():
         hp_pipeline.ScheduleSeqPP(stage, 2, seq_slices=5).run(x, **inputs)
     with pytest.raises(PipelineError, match=r"rank 0 at 0F0: RuntimeError: .*'0.key' is put where no gradients are"):
         hp_pipeline.ScheduleSeqPP(stage, 2, seq_slices=2).run(x, **inputs)
+    stage = PipelineStage(parts_of(2, again=False)[rank], rank, 2)
+    losses = hp_pipeline.ScheduleSeqPP(stage, 2, seq_slices=2).run(x, **inputs)
+    whole = hp_pipeline.ScheduleSeqPP(PipelineStage(parts_of(2)[rank], rank, 2), 2).run(x, **inputs)
+    torch.testing.assert_close(losses, whole)
     state = SequenceState()
     state.put("key", x)
     with pytest.raises(ValueError, match="slice 0 has put 'key' already; each layer needs a name of its own"):
         state.put("key", x)
+    state.put("key of the next layer", x)
+
+
+class Alone(nn.Module):
+    """A stage whose tokens do not meet; the second is the loss."""
+
+    def __init__(self, index):
+        super().__init__()
+        torch.manual_seed(index)
+        self.index, self.weight = index, nn.Parameter(torch.randn((), dtype=torch.float64))
+
+    def forward(self, x, seq_state=None):
+        return (x * self.weight).square().mean() if self.index else torch.sin(x * self.weight)
 
 
 @on_ranks(2)

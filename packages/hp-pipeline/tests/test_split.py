@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from pipeline_transformers import batch, build
 from torch import nn
 
-from hp_pipeline import Pipeline, placed, schedules, simulate, split_model
+from hp_dtensor import init_device_mesh
+from hp_fsdp import fully_shard
+from hp_pipeline import Pipeline, PipelineStage, ScheduleGPipe, placed, schedules, simulate, split_model
 from hp_pipeline.extend import SplitError
+from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 
@@ -182,11 +186,136 @@ def test_a_refused_split_tells_the_problem_from_the_advice():
     assert str(error) == str(again) == f"split_model: {error.problem} {error.advice}"
 
 
+class Part(nn.Module):
+    """A stage of `Skipping`, written by hand; the last returns a loss."""
+
+    def __init__(self, whole, start, stop):
+        super().__init__()
+        self.way, self.start = whole.way, start
+        self.blocks = whole.blocks[start:stop]
+        self.embed = whole.embed if start == 0 else None
+        self.head = whole.head if stop == len(whole.blocks) else None
+
+    def forward(self, x, first=None):
+        if self.embed is not None:
+            first = x = self.embed(x)
+        for index, block in enumerate(self.blocks, self.start):
+            x = x + 1 if self.way == "between" else x
+            x = block(x) if self.way != "one left out" or index else x
+        if self.head is None:
+            return x, first
+        return self.head(x + first if self.way == "around" else x).square().mean()
+
+
+def compare(loss, model, stages, inputs, **options):
+    """Run stages on one rank, and compare losses and gradients with those of one process."""
+    expected = [loss(part) for part in inputs.chunk(2)]
+    sum(each / 2 for each in expected).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    parts = [PipelineStage(stage, index, len(stages), "cpu") for index, stage in enumerate(stages)]
+    losses = ScheduleGPipe(parts, 2, placement=[0] * len(stages), **options).run(inputs)
+    torch.testing.assert_close(losses, [each.detach() for each in expected])
+    torch.testing.assert_close({name: parameter.grad for name, parameter in model.named_parameters()}, gradients)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("way", ["between", "around", "one left out"])
+def test_blocks_that_cannot_be_cut_are_stages_written_by_hand(way):
+    whole = Skipping(way)
+    ids = torch.randint(9, (4, 5))
+    compare(lambda part: whole(part).square().mean(), whole, [Part(whole, 0, 2), Part(whole, 2, 3)], ids)
+
+
+class Translator(nn.Module):
+    """An encoder, and a decoder whose blocks take what it returns."""
+
+    config = SimpleNamespace(is_encoder_decoder=True)
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.encoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.decoder = nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(2))
+
+    def encode(self, source):
+        return self.encoder[1](self.encoder[0](self.embed(source)).tanh())
+
+    def forward(self, source):
+        memory = hidden = self.encode(source)
+        for block in self.decoder:
+            hidden = block(hidden, memory)
+        return hidden.square().mean()
+
+
+class Encoding(nn.Module):
+    def __init__(self, whole):
+        super().__init__()
+        self.embed, self.encoder = whole.embed, whole.encoder
+
+    def forward(self, source):
+        return Translator.encode(self, source)
+
+
+class Decoding(nn.Module):
+    def __init__(self, whole, place):
+        super().__init__()
+        self.block, self.place = whole.decoder[place], place
+
+    def forward(self, memory, hidden=None):
+        hidden = self.block(memory if hidden is None else hidden, memory)
+        return hidden.square().mean() if self.place else hidden
+
+
+@on_ranks(1)
+def test_an_encoder_and_a_decoder_are_stages_that_are_joined_by_boundaries():
+    whole = Translator()
+    with pytest.raises(ValueError, match="Translator is an encoder and a decoder.* join them by boundaries="):
+        split_model(whole, 3)
+    stages = [Encoding(whole), Decoding(whole, 0), Decoding(whole, 1)]
+    compare(whole, whole, stages, torch.randint(9, (4, 5)), boundaries=[(0, 1), (0, 2), (1, 2)])
+
+
+@on_ranks(1)
+def test_a_model_without_a_list_of_blocks_is_stages_written_by_hand():
+    first, last = nn.Linear(3, 3), nn.Linear(3, 2)
+    whole = nn.Sequential(first, last)
+    with pytest.raises(ValueError, match="Sequential has no list of blocks, .*; write its stages by hand"):
+        split_model(whole, 2)
+    tail = nn.Sequential(last, nn.Softplus(), nn.Flatten(0), Mean())
+    compare(lambda x: tail(first(x)), whole, [first, tail], torch.randn(4, 3))
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean()
+
+
+class Placed(Skipping):
+    """A model whose forward needs more than tokens."""
+
+    def forward(self, input_ids, places):  # type: ignore[override]
+        x = self.embed(input_ids) * places.unsqueeze(-1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_forward_that_needs_other_inputs_is_split_by_an_example():
+    model, ids, places = Placed(""), torch.randint(9, (2, 5)), torch.randn(2, 5)
+    text = "Placed cannot be cut at blocks: TypeError: .*'places'. If its forward needs other .* pass example="
+    with pytest.raises(ValueError, match=text):
+        split_model(model, 2)
+    split = split_model(model, 2, example={"input_ids": ids, "places": places})
+    hidden = split.stage(0)(ids, places=places)
+    with pytest.raises(ValueError, match=r"inputs \[places\], this one with \[\]; pass all but input_ids .* to run"):
+        split.stage(1)(*hidden)
+    assert torch.equal(split.stage(1)(*hidden, places=places), model(ids, places))
+
+
 def test_models_that_cannot_be_cut():
     with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder and a decoder"):
         split_model(on_meta("T5", "ForConditionalGeneration", d_model=16, d_ff=8, d_kv=8, num_heads=2), 2)
-    with pytest.raises(ValueError, match="Linear has no list of blocks"):
-        split_model(nn.Linear(2, 2), 2)
     with pytest.raises(ValueError, match=r"Mixtral.*config.output_router_logits is set: the load balancing loss takes"):
         split_model(on_meta("Mixtral", output_router_logits=True), 2)
     split_model(on_meta("Mixtral", output_router_logits=False), 2)
@@ -194,6 +323,8 @@ def test_models_that_cannot_be_cut():
     model.config.text_config.output_hidden_states = True
     with pytest.raises(ValueError, match=r"Llava.*\.config\.text_config\.output_hidden_states is set: those of other"):
         split_model(model, 2, blocks="model.language_model.layers")
+    model.config.text_config.output_hidden_states = False
+    split_model(model, 2, blocks="model.language_model.layers")
     model = on_meta("Llama")
     model.forward = lambda *args: None
     with pytest.raises(
@@ -203,6 +334,11 @@ def test_models_that_cannot_be_cut():
     del model.forward
     stage = split_model(model, 2).stage(0)
     stage.register_forward_hook(lambda *_: None)
+    whole, (ids, _), calls = build("Llama"), batch(2), []
+    split = split_model(whole, 2)
+    inner = split.stage(0).forward
+    split.stage(0).forward = lambda *args, **kwargs: (calls.append("wrapped"), inner(*args, **kwargs))[1]
+    assert torch.equal(run(split, ids).logits, whole(ids).logits) and calls == ["wrapped"]
     model.scale = nn.Parameter(torch.ones(1, device="meta"))
     with pytest.raises(ValueError, match=r"has \['scale'\] of its own, .* put them into a module"):
         split_model(model, 2)
@@ -213,10 +349,14 @@ def test_models_that_cannot_be_cut():
         split_model(nn.ModuleDict({"a": Skipping(""), "b": Skipping("")}), 2)
 
 
+def as_tuple(outputs):
+    return outputs if type(outputs) is tuple else (outputs,)
+
+
 def run(split, *args, **kwargs):
     outputs: Any = args
     for index in range(len(split.stages)):
-        outputs = split.stage(index)(*(outputs if type(outputs) is tuple else (outputs,)), **kwargs)
+        outputs = split.stage(index)(*as_tuple(outputs), **kwargs)
     return outputs
 
 
@@ -306,13 +446,16 @@ def test_images_enter_at_the_first_stage_and_masks_at_all(name):
     model, inputs = with_images(name)
     with pytest.raises(ValueError, match=r"has 2 lists of modules, \['model.vision_tower.*; pass that of the blocks"):
         split_model(model, 3)
+    split = split_model(model, 3, blocks="model.language_model.layers")
+    with pytest.raises(ValueError, match=r"Inputs that only the first stage uses are found by split_model\(..., exam"):
+        split.stage(1)(*as_tuple(split.stage(0)(**inputs)))
     split = split_model(model, 3, blocks="model.language_model.layers", example=inputs)
     assert "model.vision_tower" in split.stages[0].modules
     hidden = split.stage(0)(**inputs)
     # Tokens of images see each other in Gemma: all stages make their masks of the types of tokens.
     later = {key: value for key, value in inputs.items() if key == "token_type_ids"}
     for index in (1, 2):
-        hidden = split.stage(index)(*(hidden if type(hidden) is tuple else (hidden,)), **later)
+        hidden = split.stage(index)(*as_tuple(hidden), **later)
     assert torch.equal(hidden.logits, model(**inputs).logits)
 
 
@@ -346,6 +489,19 @@ def test_inputs_that_a_stage_cannot_serve():
     torch.testing.assert_close(run(split, ids, attention_mask=torch.ones_like(ids)).logits, whole)
     with pytest.raises(ValueError, match="index=2 is not one of 2 stages"):
         split.stage(2)
+
+
+@on_ranks(1)
+def test_a_sharded_model_is_split_first():
+    mesh, ids = init_device_mesh(device_type(), (1,)), batch(2, device=device_type())[0]
+    whole, model = (build("Llama").to(device_type()) for _ in range(2))
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="of LlamaForCausalLM is a DTensor; split the model first, and shard its"):
+        split_model(model, 2)
+    split = split_model(build("Llama").to(device_type()), 2)
+    for index in range(2):
+        fully_shard(split.stage(index), mesh=mesh)
+    assert torch.equal(run(split, ids).logits, whole(ids).logits)
 
 
 def test_micro_batches_are_weighted_by_their_tokens():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import pytest
@@ -84,3 +85,23 @@ def test_what_cannot_move_saved_tensors_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "hp_offload", None)
     with pytest.raises(ModuleNotFoundError, match="swap=True moves saved tensors by hp-offload, which is not in"):
         hp_pipeline.ScheduleGPipe(stage, 2, swap=True)
+    own = Moves()
+    stage = PipelineStage(lambda x: (x * x).sum(), 0, 1, device=device_type())
+    hp_pipeline.ScheduleGPipe(stage, 2, swap=own).run(torch.ones(2, 1, device=device_type(), requires_grad=True))
+    assert own.named == ["0F0", "0F1"]
+    assert sorted(own.done) == sorted(2 * ["launch_offload", "wait_offload", "launch_load", "wait_load"])
+
+
+class Moves:
+    """A swapper of one's own, which moves nothing."""
+
+    def __init__(self):
+        self.named, self.done = [], []
+
+    @contextlib.contextmanager
+    def saving(self, name, module):
+        self.named.append(name)
+        yield self
+
+    def __getattr__(self, name):
+        return lambda: self.done.append(name)

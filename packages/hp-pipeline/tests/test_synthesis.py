@@ -47,3 +47,11 @@ def test_less_memory_than_any_order_needs():
     pipeline = Pipeline(placed("v", 2), 4)
     with pytest.raises(ValueError, match="no order within 1 bytes a rank; the least found takes 2"):
         synthesize(pipeline, 1)
+    check(synthesize(pipeline, 2), pipeline, memory=2)
+    pipeline = Pipeline(placed("v", 2), 4, cost=Costs(saved=1234564.0))
+    with pytest.raises(
+        ValueError, match="no order within 1e\\+06 bytes a rank; the least found takes 2469128"
+    ) as error:
+        synthesize(pipeline, 1e6)
+    least = float(str(error.value).rstrip(".").split()[-1])
+    check(synthesize(pipeline, least), pipeline, memory=least)

@@ -61,7 +61,7 @@ def synthesize(pipeline: Pipeline, memory: float | None = None, *, moves: int = 
         if best is None or _score(trace) < best:
             best, order = _score(trace), candidate
     if best is None:
-        raise ValueError(f"synthesize: no order within {memory:g} bytes a rank; the least found takes {least:g}.")
+        raise ValueError(f"synthesize: no order within {memory:g} bytes a rank; the least found takes {least:.17g}.")
     order = _improved(order, pipeline, memory, moves, random.Random(seed))
     check(order, pipeline, memory=memory)
     return order

@@ -145,6 +145,7 @@ class _Trace:
             return copies[module]
         clone = copies[module] = copied(module)
         clone._forward_hooks, clone._forward_pre_hooks = OrderedDict(), OrderedDict()
+        vars(clone).pop("_output_capturing_hooks_installed", None)  # transformers installs its own again
         for tensors in (clone._parameters, clone._buffers):
             tensors.update((name, _fake(each)) for name, each in tensors.items() if each is not None)
         for name, child in module.named_children():
@@ -224,10 +225,14 @@ class _Trace:
         return "shifted" if name == "ForCausalLMLoss" else "plain" if name in _PLAIN else "custom"
 
     def first_only(self, skeleton: Any) -> tuple[str, ...]:
-        """List the inputs that have part in the first block's hidden states, and in nothing else (images)."""
-        names = []
+        """List the inputs that have part in the first block's hidden states, and in nothing else (images).
+
+        One that the model's forward cannot be called without is every stage's.
+        """
+        names, own = [], _signature(skeleton)
+        required = {name for name, each in own.items() if each.default is each.empty}
         for name, value in self.inputs.items():
-            if name == "input_ids" or not isinstance(value, T):
+            if name == "input_ids" or name in required or not isinstance(value, T):
                 continue
             with _Watch(value) as watch:
                 output = self.run(skeleton, self.inputs)
