@@ -115,3 +115,16 @@ def saved_bytes(run: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> t
     del out
     floating, integers = ([size for is_float, size in storages.values() if is_float is kind] for kind in (True, False))
     return sum(floating), sum(integers)
+
+
+class Wraps:
+    """Stands for `hp_pipeline.CommComputeOverlap`: notes the exchanges that it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def wrap_dispatch(self, function, *, stage):
+        return lambda *args: (self.calls.append("dispatch"), function(*args))[1]
+
+    def wrap_combine(self, function, last, *, stage):
+        return lambda *args: (self.calls.append("combine"), function(*args))[1]

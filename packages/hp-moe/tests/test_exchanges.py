@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from moe_models import Wraps
 
 from hp_dtensor import init_device_mesh
 from hp_moe import ExpertParallel, FeedForward, GroupedExperts, MoE, overlap_experts
@@ -190,10 +191,18 @@ def test_overlap_that_is_none_is_refused():
     for arguments, text in wrong:
         with pytest.raises(ValueError, match=text):
             ExpertParallel(**arguments)
+    compare(ExpertParallel(chunks=2, combine="fast"))
+    compare(ExpertParallel(chunks=1, combine="exact"))
     style = ExpertParallel(chunks=2)
     experts = parallelize_module(build(), mesh_of(style, 2), style)
     with pytest.raises(ValueError, match="runs by ExpertParallel.*chunks=2.*not one dispatch and one combine"):
         overlap_experts(experts, None)  # type: ignore[arg-type]
+    for other in (ExpertParallel(), ExpertParallel("deredundency")):
+        experts, own = parallelize_module(build(), mesh_of(other, 2), other), inputs(dist.get_rank())
+        expected = experts._expert_layer(experts, *own)
+        assert overlap_experts(experts, overlap := Wraps()) == 1
+        torch.testing.assert_close(experts._expert_layer(experts, *own), expected)
+        assert overlap.calls == ["dispatch", "combine"]
     mixed = ExpertParallel(chunks=1 + dist.get_rank())
     experts = parallelize_module(build(), mesh_of(mixed, 2), mixed)
     with pytest.raises(

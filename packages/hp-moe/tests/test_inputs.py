@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from moe_models import Wraps
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -18,6 +20,7 @@ from hp_moe import (
     MoE,
     TensorParallel,
     TokenChoiceTopKRouter,
+    overlap_experts,
 )
 from hp_styles import parallelize_module
 from hp_testing import device_type, on_ranks
@@ -173,7 +176,58 @@ def test_modules_that_cannot_be_taken_over_are_refused():
         parallelize_module(block, mesh, ExpertParallel())
     with pytest.raises(ValueError, match=r"its own before or after them. Use chunks=2, or overlap_experts"):
         parallelize_module(block, mesh, {"experts": ExpertParallel(async_combine=True)})
-    parallelize_module(block, mesh, {"experts": ExpertParallel(chunks=2)}).to(device_type()).experts(*inputs())
+    torch.manual_seed(0)
+    single, values = Block().to(device_type()), inputs()
+    expected = one_rank(single.experts, *values)
+    chunks = parallelize_module(copy.deepcopy(single), mesh, {"experts": ExpertParallel(chunks=2)})
+    torch.testing.assert_close(chunks.experts(*values), expected)
+    pairs = parallelize_module(copy.deepcopy(single), mesh, {"experts": ExpertParallel()})
+    assert overlap_experts(pairs, overlap := Wraps()) == 1
+    torch.testing.assert_close(pairs.experts(*values), expected)
+    assert overlap.calls == ["dispatch", "combine"]
+
+
+def one_rank(experts, x, chosen, weights):
+    """Return what experts compute where they are not spread."""
+    alone = DeviceMesh(device_type(), [dist.get_rank()])
+    return parallelize_module(copy.deepcopy(experts), alone, ExpertParallel())(x, chosen, weights)
+
+
+class Ungated(nn.Module):
+    """Experts without a gate."""
+
+    has_gate = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.randn(3, 6, 4))
+        self.down_proj = nn.Parameter(torch.randn(3, 4, 6))
+        self.act_fn = nn.GELU()
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        rows = torch.einsum("th,tkih->tki", hidden_states, self.up_proj[top_k_index])
+        out = torch.einsum("tki,tkhi->tkh", self.act_fn(rows), self.down_proj[top_k_index])
+        return (out * top_k_weights.unsqueeze(-1)).sum(1)
+
+
+@on_ranks(2)
+def test_experts_without_a_gate_say_so():
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",))
+    torch.manual_seed(0)
+    single, values = Ungated().to(device_type()), inputs()
+    wrong = copy.deepcopy(single)
+    wrong.has_gate = True
+    with pytest.raises(TypeError, match=r"gate_up_proj must be .* \(or up_proj, with has_gate = False\) and down_proj"):
+        parallelize_module(wrong, mesh, ExpertParallel())
+    wrong.has_gate = False
+    spread = parallelize_module(wrong, mesh, ExpertParallel())
+    torch.testing.assert_close(spread(*values), single(*values))
+    wrong = copy.deepcopy(single)
+    wrong.act_fn = None
+    with pytest.raises(TypeError, match="Ungated has no act_fn, which computes .*: define it"):
+        parallelize_module(wrong, mesh, ExpertParallel())
+    wrong.act_fn = nn.GELU()
+    torch.testing.assert_close(parallelize_module(wrong, mesh, ExpertParallel())(*values), single(*values))
 
 
 @on_ranks(4)

@@ -170,6 +170,8 @@ def test_the_auxiliary_loss_is_that_of_whole_sequences():
 def test_routers_refuse_numbers_that_do_not_fit(arguments, text):
     with pytest.raises(ValueError, match=text):
         TokenChoiceTopKRouter(*arguments)
+    for fitting in ((4, 2, 2), (4, 6, 2, "softmax"), (4, 6, 2, "sigmoid", 3, 1), (4, 6, 3, "sigmoid", 3, 2)):
+        assert TokenChoiceTopKRouter(*fitting)(torch.randn(5, 4))[1].shape == (5, fitting[2])
 
 
 @on_ranks(4)

@@ -74,11 +74,10 @@ def wrong_values(own: Description, chosen: Tensor, weights: Tensor) -> str:
     if unknown:
         token, choice = unknown[0]
         sentinel = (
-            ""
-            if rows[token][choice] != own.experts
-            else (
-                f"; in transformers' own expert parallelism {own.experts} is an expert of another rank: turn that off"
-            )
+            f"; in transformers' own expert parallelism {own.experts} is an expert of another rank: load the model"
+            " without an ep_size"
+            if rows[token][choice] == own.experts
+            else ""
         )
         said.append(
             f"chose expert {rows[token][choice]} for token {token}, but there are experts 0 to {own.experts - 1}"
