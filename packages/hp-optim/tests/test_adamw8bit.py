@@ -232,6 +232,23 @@ def test_compiled_and_not(monkeypatch: pytest.MonkeyPatch, backend: str):
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler's imports
+def test_a_machine_without_a_compiler_says_how_to_be_silent(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=fail))
+    monkeypatch.setattr("hp_optim.torch.states.quantized._compiled", functools.cache(_compiled.__wrapped__))
+    torch._dynamo.reset()
+    weights = [nn.Parameter(torch.linspace(-1, 1, 5000)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.ones(5000)
+    with pytest.warns(RuntimeWarning, match="torch.compile failed, .*; compiled=False is silent"):
+        AdamW8bit(weights[:1]).step()
+    AdamW8bit(weights[1:], compiled=False).step()  # a warning is an error
+    assert torch.equal(*weights)
+
+
 # ---- state dicts ----
 def test_states_of_torchs_adamw_and_codes():
     model = mlp()
@@ -300,6 +317,7 @@ def test_what_is_refused():
     weight = nn.Parameter(torch.zeros(64, 128))
     with pytest.raises(ValueError, match=r"AdamW8bit: group 0 has amsgrad=True, which takes one more state; use AdamW"):
         AdamW8bit([{"params": [weight], "amsgrad": True}])
+    assert "max_exp_avg_sq" in AdamW([{"params": [weight], "amsgrad": True}]).state[weight]
     with pytest.raises(ValueError, match=r"AdamW8bit: group 0 has no parameters"):
         AdamW8bit([{"params": []}])
     with pytest.raises(

@@ -160,6 +160,10 @@ def test_zero_gradients_change_nothing_but_the_decay():
 def test_options_that_are_refused(options: dict[str, Any], text: str):
     with pytest.raises(ValueError, match=text):
         Muon(matrices(net()), **options)
+    if "head" in text:
+        Muon(matrices(net()), head_wise=True, head_dim=4)
+    if "qkv" in text:
+        Muon(matrices(net()), **HEADS)
 
 
 def test_rules_are_a_list():

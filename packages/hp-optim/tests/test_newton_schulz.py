@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -134,5 +135,11 @@ def test_coefficients_of_more_and_fewer_steps():
 )
 def test_settings_that_are_refused(options: dict[str, Any], text: str):
     good: dict[str, Any] = {"variant": "asym5", "coefficients": None, "steps": 5, "epsilon": 1e-10, "rms": 0.2}
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=text) as caught:
         Orthogonalization.of(**{**good, **options})
+    if meant := re.search(r"Did you mean '(\w+)'", str(caught.value)):
+        assert Orthogonalization.of(**{**good, "variant": meant[1]}).coefficients == NS_VARIANTS["asym5"]
+    if "coefficients" in options:
+        one = (1.0, 2.0, 3.0)
+        for mended in (one, [one], [one] * 5):
+            assert Orthogonalization.of(**{**good, "coefficients": mended}).coefficients == (one,) * 5

@@ -359,6 +359,15 @@ def test_a_state_of_another_shape_is_refused_by_name_and_nothing_is_loaded(make:
     assert after["param_groups"] == before["param_groups"]
     assert all(torch.equal(after["state"][0][key], value) for key, value in before["state"][0].items())
     train(optimizer, 2, 3)
+    optimizer.load_state_dict(copy.deepcopy(before))
+    assert torch.equal(optimizer.state_dict()["state"][0][key], before["state"][0][key])
+    weight = optimizer.param_groups[0]["params"][0]
+    optimizer.state[weight].update({key: wrong["state"][0][key]})
+    with pytest.raises((ValueError, RuntimeError), match=r"'w' has shape .* delete optimizer.* to begin anew"):
+        train(optimizer, 3, 4)
+    del optimizer.state[weight]
+    train(optimizer, 3, 4)
+    assert optimizer.state_dict()["state"][0][key].shape == weight.shape
 
 
 def test_values_beside_codes_are_taken_before_a_step_and_before_a_save():

@@ -95,6 +95,9 @@ def test_a_rule_that_does_not_fit(shape: tuple[int, ...], rule: MatrixRule | Non
 def test_a_text_that_cannot_be_read(matrices: str, sizes: dict[str, int], text: str):
     with pytest.raises(ValueError, match=text):
         MatrixRule("w", matrices, sizes)
+    for written in ("o i", "(h o) i", "(q | k | v) i"):
+        parts = split((12, 4), MatrixRule("w", written, {"h": 2} if "h" in written else {}), "w")
+        assert len(parts) == {"o i": 1, "(h o) i": 2}.get(written, 3)
 
 
 def test_rules_are_values_and_chosen_by_name():

@@ -278,6 +278,9 @@ def test_an_error_in_a_step_leaves_the_states_on_the_host():
 def test_configs_that_are_refused(options: dict[str, Any], error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         SwapOptimizerConfig(**options)
+    if "state_keys" in options:
+        assert SwapOptimizerConfig(state_keys=("exp_avg",)).state_keys == ("exp_avg",)
+        assert SwapOptimizerConfig().state_keys is None
 
 
 def test_what_is_refused():
@@ -321,3 +324,7 @@ def test_what_is_refused():
 def test_parameters_on_the_host_are_refused():
     with pytest.raises(ValueError, match=r"parameter 'w' is on the host, and its states are there, too"):
         swap_optimizer(AdamW([("w", nn.Parameter(torch.zeros(3)))]))
+    weight = nn.Parameter(torch.zeros(3, device=device_type()))
+    weight.grad = torch.ones_like(weight)
+    swap_optimizer(AdamW([("w", weight)])).step()
+    assert bool((weight < 0).all())
