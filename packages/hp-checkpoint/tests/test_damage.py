@@ -296,6 +296,23 @@ def test_damaged_folders(checkpoint, tmp_path, damage, error):
     assert loads(checkpoint, 1)
 
 
+def test_where_the_newest_is_damaged_an_older_one_is_loaded(tmp_path):
+    for step in (1, 2, 3):
+        save(state(step), checkpoint_id=tmp_path / f"step-{step:08d}", no_dist=True)
+    (tmp_path / "step-00000003" / "manifest.json").write_text("{}")
+    data = tmp_path / "step-00000002" / "model.safetensors"
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    for step, text in (
+        (3, "its hash is wrong: .* Load an older checkpoint"),
+        (2, "changed since the save. Load another"),
+    ):
+        with pytest.raises((CheckpointError, InvalidCheckpointError), match=text):
+            load(empty(), checkpoint_id=tmp_path / f"step-{step:08d}", no_dist=True)
+    assert loads(tmp_path / "step-00000001", 1)
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [

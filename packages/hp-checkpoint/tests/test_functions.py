@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,6 +122,14 @@ def test_a_url_is_no_folder(tmp_path, monkeypatch, place):
     with pytest.raises(TypeError, match="a folder of checkpoints is a path, got 5"):
         Checkpointer(5)
     assert not list(tmp_path.iterdir())
+    get_platform().collectives.barrier()
+    save(state_of(), checkpoint_id=tmp_path / "mounted", layout="shards")
+    if rank == 0:
+        shutil.copytree(tmp_path / "mounted", tmp_path / "copied")
+    get_platform().collectives.barrier()
+    for folder in ("mounted", "copied"):
+        load(state := zeros(), checkpoint_id=tmp_path / folder)
+        assert as_array(state["model"]["w"]).tolist() == W.tolist() and state["step"] == 3
 
 
 def test_planners_and_sizes_are_checked():

@@ -61,6 +61,11 @@ def test_what_a_checkpoint_has_elsewhere_is_lacking(saved, state):
     found = loaded(wanted(state), folder, planner=PARTIAL)
     inner = next(iter(found.values()))
     assert as_array(next(iter(inner.values())) if isinstance(inner, dict) else inner).tolist() == [1.0] * 3
+    named = loaded({"model": {"w": tensor(0)}, "state": {"v": tensor(0)}}, folder)  # as they were saved
+    assert [as_array(named[part][key]).tolist() for part, key in (("model", "w"), ("state", "v"))] == [
+        [2.0] * 3,
+        [3.0] * 3,
+    ]
 
 
 def test_a_load_that_is_refused_changes_nothing(saved):
