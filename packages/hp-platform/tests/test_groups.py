@@ -73,8 +73,10 @@ def test_split_group_takes_every_form_of_torch():
         hp_platform.split_group(world, [0, 1])
     with pytest.raises(ValueError, match=f"backend='mpi', but a child has the backend of its parent, '{backend}'"):
         hp_platform.split_group(world, 2, backend="mpi")
+    assert hp_platform.split_group(world, 2) is pairs
     with pytest.raises(ValueError, match="are the same argument: pass only one"):
         hp_platform.split_group(world, 2, parent_pg=pairs)
+    assert hp_platform.split_group(split_ranks=2, parent_pg=world) is pairs
 
 
 @on_ranks(2)

@@ -64,6 +64,7 @@ def test_an_unknown_name_lists_the_choices(choose):
     with pytest.raises(ValueError) as caught:
         choose("jax", ["torch"])
     assert str(caught.value) == "HYPER_PARALLEL_PLATFORM='jax' is not a platform. Choose one of: torch, mindspore."
+    assert choose("torch", ["torch"]) == "torch"
 
 
 def test_no_framework_tells_how_to_install_one(choose):
@@ -99,6 +100,8 @@ def test_a_device_that_is_not_there(monkeypatch):
     kinds = "is not a kind of device. Choose one of: cpu, cuda, npu"
     with pytest.raises(ValueError, match=f"DEVICE='abacus' {kinds}; (torch|mindspore) .* finds on this machine: cpu"):
         _ = type(get_platform().devices)().kind
+    monkeypatch.setenv("HYPER_PARALLEL_DEVICE", "cpu")
+    assert type(get_platform().devices)().kind == "cpu"
 
 
 def test_a_kind_of_device_that_is_elsewhere(monkeypatch):
@@ -109,6 +112,11 @@ def test_a_kind_of_device_that_is_elsewhere(monkeypatch):
         "HYPER_PARALLEL_DEVICE='cuda', but torch 2.13 finds on this machine: cpu, npu. Set it to one of these, or "
         "unset it."
     )
+    for kind in ("cpu", "npu"):
+        monkeypatch.setenv("HYPER_PARALLEL_DEVICE", kind)
+        assert choose_kind(lambda: ("cpu", "npu"), "torch 2.13") == kind
+    monkeypatch.delenv("HYPER_PARALLEL_DEVICE")
+    assert choose_kind(lambda: ("cpu", "npu"), "torch 2.13") == "npu"
 
 
 def test_the_name_of_the_device():

@@ -276,6 +276,11 @@ def test_a_second_recomputation_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="No output is kept for 'first'.*retain_graph=True"):
         loss.backward()
+    model.zero_grad()
+    x.grad = None
+    for _ in range(2):  # a forward for each backward
+        model(x).square().sum().backward()
+    torch.testing.assert_close(model.first.weight.grad, 2 * plain()["first.weight"])
 
 
 # ---- inputs ----
