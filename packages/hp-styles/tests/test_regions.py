@@ -340,6 +340,14 @@ def test_errors_name_what_to_change():
         return block
 
     compare(without_dropping, BY_FEATURE)
+    dropping, tokens = Block(drop=0.5).to(device_type()), torch.randn(TOKENS, HIDDEN, device=device_type())
+    torch.manual_seed(4)
+    expected = dropping(tokens)
+    parallelize_module(dropping, mesh, {"gate": "colwise_gather_output"})  # the experts have no style
+    torch.manual_seed(4)
+    with implicit_replication():
+        out = dropping(distribute_tensor(tokens, mesh, [Replicate()]))
+    torch.testing.assert_close(out.full_tensor(), expected)
     with pytest.raises(NotImplementedError, match="WholeExperts is for a parameter, got Linear; name the parameter"):
         parallelize_module(Block(), mesh, {"gate": "grouped_gemm"})
     with pytest.raises(NotImplementedError, match="ExpertsParallel is for a module, not for the parameter 'scale'"):

@@ -274,15 +274,25 @@ def test_what_parallelize_module_refuses():
         parallelize_module(Mlp(), init_device_mesh(device_type(), (1, 2), ("dp", "tp")), {"up": ColwiseParallel()})
     axes = init_device_mesh(device_type(), (1, 2), ("dp", "tp"))
     assert isinstance(parallelize_module(Mlp(), axes["tp"], {"up": ColwiseParallel()}).up.weight, DTensor)
-    with pytest.raises(NotImplementedError, match="ColwiseParallel shards Linear and Embedding modules, got LayerNorm"):
-        parallelize_module(nn.LayerNorm(4), mesh, ColwiseParallel())
-    with pytest.raises(NotImplementedError, match="RowwiseParallel shards Linear and Embedding modules, got GELU"):
-        parallelize_module(nn.GELU(), mesh, RowwiseParallel())
-    inside = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    inside = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).to(device_type())
+    x = torch.randn(2, 6, 4, device=device_type())
+    expected = inside(x)
+    sharded = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+    for place, kind in (("0", "LayerNorm"), ("2", "GELU")):
+        text = (
+            f"Parallel shards Linear and Embedding modules, got {kind}.*; leave it out, or, .* give it SequenceParallel"
+        )
+        for style in (ColwiseParallel(), RowwiseParallel()):
+            with pytest.raises(NotImplementedError, match=text):
+                parallelize_module(copy.deepcopy(inside), mesh, {place: style})
     for style in (ColwiseParallel(), RowwiseParallel()):
-        with pytest.raises(NotImplementedError, match="got Sequential.*; name the Linear"):
-            parallelize_module(inside, mesh, style)
-    parallelize_module(inside, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
+        with pytest.raises(NotImplementedError, match="got Sequential.*; name the Linear and .* such as '1', or write"):
+            parallelize_module(copy.deepcopy(inside), mesh, style)
+    torch.testing.assert_close(parallelize_module(copy.deepcopy(inside), mesh, sharded)(x), expected)
+    parts = {"0": SequenceParallel(), "1": ColwiseParallel(), "3": RowwiseParallel(output_layouts=Shard(1))}
+    part = x.chunk(2, 1)[torch.distributed.get_rank()]
+    made = parallelize_module(copy.deepcopy(inside), mesh, parts)(part)
+    torch.testing.assert_close(made, expected.chunk(2, 1)[torch.distributed.get_rank()])
     once = parallelize_module(Mlp(), mesh, {"up": ColwiseParallel()})
     with pytest.raises(ValueError, match="is placed .* already, this style wants .*two styles on one module"):
         parallelize_module(once, mesh, {"up": RowwiseParallel()})

@@ -25,6 +25,21 @@ def _named(style: Any, **arguments: Any) -> str:
     return f"{type(style).__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
+def _no_linear(style: ParallelStyle, module: Any) -> NotImplementedError:
+    """Return the error of a module whose weights a style can't shard, with what its kind needs instead."""
+    f = port.modules()
+    inside = [name for name, each in f.named_modules(module) if name and f.kind(each) != "other"]
+    advice = (
+        f"name the Linear and Embedding modules inside it, such as {inside[0]!r}"
+        if inside
+        else "leave it out, or, if it is a norm or a dropout between parts of a sequence, give it SequenceParallel()"
+    )
+    return NotImplementedError(
+        f"{type(style).__name__} shards Linear and Embedding modules, got {f.described(module)}; {advice}, or write a"
+        " ParallelStyle with its own apply()"
+    )
+
+
 class ColwiseParallel(ParallelStyle):
     """Sharding of a Linear's output features (weight and bias dim 0), or an Embedding's columns (weight dim 1).
 
@@ -62,10 +77,7 @@ class ColwiseParallel(ParallelStyle):
         elif kind == "embedding":
             f.partition(module, device_mesh, {"weight": (Shard(1),)}, self.src_data_rank)
         else:
-            raise NotImplementedError(
-                f"ColwiseParallel shards Linear and Embedding modules, got {f.described(module)}; name the Linear"
-                " modules inside it, or write a ParallelStyle with its own apply()"
-            )
+            raise _no_linear(self, module)
         claim(module, self)
         on_input(module, device_mesh, self.input_layouts, Replicate(), f.input_features(module))
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
@@ -119,10 +131,7 @@ class RowwiseParallel(ParallelStyle):
             f.partition(module, device_mesh, {"weight": (Shard(0),)}, self.src_data_rank)
             current, desired = self.input_layouts or Replicate(), Replicate()
         else:
-            raise NotImplementedError(
-                f"RowwiseParallel shards Linear and Embedding modules, got {f.described(module)}; name the Linear"
-                " modules inside it, or write a ParallelStyle with its own apply()"
-            )
+            raise _no_linear(self, module)
         claim(module, self)
         on_input(module, device_mesh, current, desired, f.input_features(module))
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
