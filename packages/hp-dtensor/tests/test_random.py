@@ -165,6 +165,18 @@ def test_attention_with_dropout_on_shards_says_that_it_is_not_supported() -> Non
                 F.scaled_dot_product_attention(q, q, q, dropout_p=probability)
         else:
             F.scaled_dot_product_attention(q, q, q, dropout_p=probability)
+    whole = torch.arange(48.0, device=device_type()).reshape(2, 4, 3, 2).sin()
+    manual_seed(5)
+    expected = eager_attention(whole)
+    manual_seed(5)
+    made = eager_attention(distribute_tensor(whole, mesh, [Shard(1)]))
+    assert made.placements == (Shard(1),)
+    torch.testing.assert_close(made.full_tensor(), expected)
+
+
+def eager_attention(q: Any) -> Any:
+    """Attention of one tensor to itself, written out."""
+    return F.dropout((q @ q.mT / q.shape[-1] ** 0.5).softmax(-1), 0.5) @ q
 
 
 @on_ranks(2)

@@ -267,6 +267,28 @@ def measured(model) -> int:
     return row(explain(model, activations=activations), "activations")[1]
 
 
+@on_ranks(1)
+def test_tensors_without_values_in_a_cache_are_refused():
+    class Caches(Net):
+        def __init__(self):
+            super().__init__()
+            self.cache = {}
+
+        def forward(self, x):
+            return super().forward(x) * self.cache.setdefault(x.shape, torch.full_like(x[:1, :1], 2.0))
+
+    reference, model = pair(Caches)
+    x = batch()[1]
+    with pytest.raises(RuntimeError, match="put 1 tensors into a cache, the first of shape .1, 1.* Run one forward"):
+        explain(model, inputs=(x,))
+    assert row(explain(model), "activations")[0] is None  # without inputs
+    model.cache.clear()
+    torch.testing.assert_close(model(x), reference(x))
+    assert row(explain(model, inputs=(x,)), "activations")[0] == measured(model)  # the cache is filled
+    _, new = pair(Caches)
+    torch.testing.assert_close(new(x), reference(x))
+
+
 @on_ranks(2)
 def test_what_communicates_is_refused():
     class Talks(Net):
@@ -299,6 +321,23 @@ def test_watching_leaves_other_hooks_alone():
     with watch_activations(model), pytest.raises(RuntimeError, match="ran inside other saved_tensors_hooks"):
         with torch.autograd.graph.save_on_cpu():
             model(batch()[1])
+
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            with torch.autograd.graph.save_on_cpu():
+                x = self.inner(x)
+            return x.tanh()
+
+    around, x = Around(model), batch()[1]
+    with watch_activations(around) as activations:
+        output = around(x)
+        assert 0 < activations.bytes <= 2 * output.numel() * output.element_size()  # of the tanh
+    torch.testing.assert_close(output, model(x).tanh())
+    del output
     with watch_activations(model) as activations:
         output = model(batch()[1])
         assert activations.bytes == activations.peak > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -160,6 +161,27 @@ def test_a_norm_that_is_not_finite_is_an_error_if_wanted():
     model(torch.full((1, 3), float("inf"), device=device_type())).sum().backward()
     with pytest.raises(RuntimeError, match=r"norm of order 2.0 is (inf|nan), so they cannot be clipped to 1.0"):
         clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    finite = {name: bool(each.grad.full_tensor().isfinite().all()) for name, each in model.named_parameters()}
+    assert finite == {"weight": False, "bias": True}
+
+
+@on_ranks(2)
+def test_a_lower_learning_rate_than_one_that_overflows():
+    torch.manual_seed(0)
+    kept, x = nn.Linear(3, 3).state_dict(), torch.randn(4, 3, device=device_type())
+    for rate in (1e30, 1e-3):
+        model = nn.Linear(3, 3, device=device_type())
+        model.load_state_dict(kept)
+        model = fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            refused = pytest.raises(RuntimeError, match="is not finite, or lower the learning rate")
+            with refused if step and rate > 1 else contextlib.nullcontext():
+                norm = clip_grad_norm_(model.parameters(), 1e30, error_if_nonfinite=True)
+            optimizer.step()
+    assert 0 < norm < 10
 
 
 @on_ranks(4)

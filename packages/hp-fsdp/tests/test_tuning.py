@@ -127,6 +127,10 @@ class Custom:
 def test_custom_collectives_are_what_is_called():
     reference, model = models()
     gather, scatter = Custom(True), Custom(False)
+    with pytest.raises(
+        NotImplementedError, match="To gather through memory of your own, give set_custom_all_gather an"
+    ):
+        model.set_symm_mem_for_comm()
     everywhere(model, "set_custom_all_gather", gather)
     everywhere(model, "set_custom_reduce_scatter", scatter)
     compared(model)
