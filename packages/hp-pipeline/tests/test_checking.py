@@ -59,6 +59,8 @@ def test_broken_orders(order, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         check(order, PAIR)
     if text.startswith("a deadlock"):
+        with pytest.raises(ValueError, match=r"does not run to its end; check\(order, pipeline\) says why"):
+            simulate(order, PAIR)
         check({0: order[0], 1: steps("1F0 1B0 1F1 1B1")}, PAIR)
         check({0: steps("0F0 0F1 0B0 0B1"), 1: order[1]}, PAIR)
 

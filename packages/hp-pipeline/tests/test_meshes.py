@@ -219,6 +219,12 @@ def test_ranks_that_are_not_the_meshes_are_refused_on_all():
         ValueError, match=r"stage 0 is on the ranks \[0, 1\] of the pipeline, with the meshes \['\(1,\)'\]"
     ):
         hp_pipeline.Schedule1F1B(stage, 2).run(torch.ones(2, 2, device=device_type()))
+    joined = DeviceMesh(device_type(), [0, 1] if rank < 2 else [2])
+    layer = torch.nn.Parameter(torch.full((2,), 3.0, device=device_type()))
+    work: Any = (lambda x: x.to_local().sum()) if rank == 2 else lambda x: DTensor.from_local(x * layer, joined)
+    parts = PipelineStage(work, rank // 2, 2, device=device_type(), mesh=joined, placements=[Replicate()])
+    losses = hp_pipeline.Schedule1F1B(parts, 2).run(torch.ones(2, 2, device=device_type()))
+    assert [loss.item() for loss in losses] == ([6.0, 6.0] if rank == 2 else [])
     shared = [SharedParameterInfo("weight", (0, 1))]
     stage = PipelineStage(nn.Linear(2, 2).to(device_type()), rank // 2, 2, mesh=mesh, shared_parameters=shared)
     with pytest.raises(

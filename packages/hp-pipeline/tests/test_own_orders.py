@@ -7,7 +7,14 @@ import torch.distributed as dist
 from pipeline_models import Net, Stage, batch, reference
 from test_running import close
 
-from hp_pipeline import MetaStepType, PipelineSchedule, PipelineStage, ScheduleInterleaved1F1B
+from hp_pipeline import (
+    MetaStepType,
+    PipelineSchedule,
+    PipelineStage,
+    ScheduleInterleaved1F1B,
+    ScheduleZB1P,
+    ScheduleZBV,
+)
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
@@ -79,3 +86,7 @@ def test_interleaved_in_pairs(split):
     assert (MetaStepType.BACKWARD_WEIGHT in kinds, MetaStepType.BACKWARD in kinds) == (split, not split)
     with pytest.raises(ValueError, match="enable_dxdw_split=True .* needs overlap_b_f=True"):
         ScheduleInterleaved1F1B(schedule.stages, 5, enable_dxdw_split=True)
+    for kind, indices in ((ScheduleZB1P, (dist.get_rank(),)), (ScheduleZBV, (dist.get_rank(), 3 - dist.get_rank()))):
+        net = Net(2 * len(indices)).to(device_type())
+        order = kind([stage_of(net, index) for index in indices], 5).exec_order[dist.get_rank()]
+        assert any(step.step_type is MetaStepType.BACKWARD_WEIGHT for step in order)

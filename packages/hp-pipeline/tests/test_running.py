@@ -155,6 +155,18 @@ def test_nests_of_inputs_are_cut():
     whole.run(x, more=Held(x[:2])) if rank == 0 else whole.run(more=Held(x[:2]))
 
 
+@on_ranks(2)
+def test_a_dim_that_an_input_lacks_is_named():
+    rank, x = dist.get_rank(), torch.arange(4.0, device=device_type())
+    scale = torch.ones((), device=device_type(), requires_grad=True)
+    stage = PipelineStage((lambda x: x.sum()) if rank else lambda x: x * scale, rank, 2, device=device_type())
+    with pytest.raises(ValueError, match=r"has shape \(4,\) and no dim 1 to cut; name its dim, or -1 to"):
+        hp_pipeline.ScheduleGPipe(stage, 2, args_batch_dim=[1]).run(x)
+    for dim, expected in ((0, [1.0, 5.0]), (-1, [6.0, 6.0])):
+        losses = hp_pipeline.ScheduleGPipe(stage, 2, args_batch_dim=[dim]).run(x)
+        assert [loss.item() for loss in losses] == (expected if rank else [])
+
+
 class Held:
     def __init__(self, tensor):
         self.tensor = tensor
