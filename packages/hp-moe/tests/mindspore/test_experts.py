@@ -14,11 +14,14 @@ from hp_moe import (
     ExpertPlacement,
     ExpertTensorParallel,
     FeedForward,
+    GroupedExperts,
     MoE,
     TensorParallel,
     TokenChoiceTopKRouter,
+    global_auxiliary_loss,
     place_experts,
     rebalance,
+    register_experts,
     report_drops,
     update_expert_bias,
 )
@@ -212,11 +215,58 @@ def test_hot_experts_get_replicas():
     experts = parallelize_module(Packed(), mesh, ExpertParallel(slots=1))
     experts(Tensor(np.ones((9, 6))), Tensor(np.array([[1, 0]] * 9)), Tensor(np.ones((9, 2))))
     (placement,) = rebalance(experts).values()
-    with pytest.raises(NotImplementedError, match="deterministic=True. is not built for MindSpore"):
-        parallelize_module(Packed(), mesh, ExpertParallel(combine="exact", deterministic=True))
-    with pytest.raises(NotImplementedError, match="experts do not move to other ranks on MindSpore"):
-        place_experts(experts, ExpertPlacement((1, 0, 0, 0, 1), ((),) * 5, 2), optimizer=())
     assert placement.home == (0, 0, 0, 1, 1) and placement.replicas in (((1,), (), (), (), ()), ((), (1,), (), (), ()))
+
+
+@on_ranks(2)
+def test_experts_that_would_move_are_refused_and_replicas_are_not():
+    mesh, replicas = init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",)), ((1,), (), (), (0,), ())
+    experts, single = parallelize_module(Packed(), mesh, ExpertParallel(slots=1)), Packed()
+    with pytest.raises(NotImplementedError, match="experts do not move to other .*Leave homes as they are; replicas w"):
+        place_experts(experts, ExpertPlacement((1, 0, 0, 0, 1), ((),) * 5, 2), optimizer=())
+    place_experts(experts, ExpertPlacement((0, 0, 0, 1, 1), replicas, 2))
+    inputs = Tensor(np.ones((3, 6))), Tensor(np.array([[0, 3]] * 3)), Tensor(np.ones((3, 2)))
+    np.testing.assert_allclose(experts(*inputs).asnumpy(), single(*inputs).asnumpy(), rtol=1e-12)
+
+
+@on_ranks(2)
+def test_the_deterministic_mode_is_refused_and_leaving_it_out_helps():
+    mesh, single = init_device_mesh(device_type(), (2,), mesh_dim_names=("ep",)), Packed()
+    with pytest.raises(NotImplementedError, match="deterministic=True. is not built for MindSpore; leave determ"):
+        parallelize_module(Packed(), mesh, ExpertParallel(combine="exact", deterministic=True))
+    experts = parallelize_module(Packed(), mesh, ExpertParallel(combine="exact"))
+    inputs = Tensor(np.ones((3, 6))), Tensor(np.array([[0, 3]] * 3)), Tensor(np.ones((3, 2)))
+    np.testing.assert_allclose(experts(*inputs).asnumpy(), single(*inputs).asnumpy(), rtol=1e-12)
+
+
+@on_ranks(2)
+def test_what_is_for_transformers_names_what_cells_have():
+    with pytest.raises(NotImplementedError, match="'mine': transformers' models are PyTorch's; GroupedExperts has gro"):
+        register_experts("mine")
+    experts, rows = GroupedExperts(4, 6, 3, use_grouped_mm=True), np.random.default_rng(2).standard_normal((5, 4))
+    w1, w2, w3 = (getattr(experts, name).asnumpy() for name in ("w1", "w2", "w3"))
+    gates = [rows[at] @ w1[expert].T for at, expert in enumerate((0, 0, 2, 2, 2))]
+    expected = [
+        (gate / (1 + np.exp(-gate)) * (rows[at] @ w3[expert].T)) @ w2[expert].T
+        for (at, expert), gate in zip(enumerate((0, 0, 2, 2, 2)), gates)
+    ]
+    result = experts(Tensor(rows.astype(np.float32)), [2, 0, 3])
+    np.testing.assert_allclose(result.asnumpy(), expected, rtol=1e-4, atol=1e-6)
+
+    with pytest.raises(NotImplementedError, match=r"use MoE\(load_balance_coeff=..., sequence_partition_group=...\)"):
+        global_auxiliary_loss(build())
+    group = get_platform().groups.default_group()
+    whole_x, rank = np.random.default_rng(5).standard_normal((8, 6)), get_platform().groups.rank()
+
+    def gradient_of_loss(x, **options):
+        """What the auxiliary loss adds to the router's gradient."""
+        both = [differentiated(build(**more), Tensor(x))[2]["router.gate.weight"] for more in ({}, options)]
+        return whole(both[1]) - whole(both[0])
+
+    expected = gradient_of_loss(whole_x, load_balance_coeff=0.5)
+    got = gradient_of_loss(np.split(whole_x, 2)[rank], load_balance_coeff=0.5, sequence_partition_group=group)
+    assert abs(expected).max() > 1e-3
+    np.testing.assert_allclose(summed(got) / 2, expected, rtol=0, atol=1e-12)
 
 
 @on_ranks(2)
@@ -241,6 +291,11 @@ def test_counts_of_different_layers_are_not_added_up():
     stage = nn.CellDict({f"layer{rank}": build()})
     with pytest.raises(ValueError, match=f"ranks have different layers.*this rank has layer{rank}.*Pass group="):
         update_expert_bias(stage)
+    stage[f"layer{rank}"].tokens_per_expert[:] = [0, 1, 1, 5, 0, 0] if rank else [3, 0, 0, 1, 0, 1]
+    same = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("pp", "dp"))["dp"].get_group()
+    update_expert_bias(stage, lr=0.25, group=same)
+    signs = [1, 1, 1, -1, 1, 1] if rank else [-1, 1, 1, -1, 1, -1]
+    assert (4 * stage[f"layer{rank}"].expert_bias.asnumpy()).tolist() == signs
 
 
 def test_routers_choose_the_lower_of_equal_experts_in_the_best_groups():
