@@ -55,5 +55,8 @@ def test_what_a_model_refuses():
     assert repr(model).startswith("PipelinedModel(ScheduleGPipe: PipelineStage(0 of 2: Half), ")
     with pytest.raises(KeyError, match=r"no values for \['second'\] of the stages \[0, 1\]"):
         model.load_state_dict({"first": Tensor(np.ones(2))})
+    model = PipelinedModel(ScheduleGPipe(PipelineStage(Half("only"), 0, 1), 2))
     with pytest.raises(RuntimeError, match=r"call model.run\(...\), not model\(...\)"):
         model(mindspore.Tensor(1.0))
+    losses = model.run(Tensor(np.array([[1.0, 2.0], [3.0, 4.0]])))
+    assert [float(loss.asnumpy()) for loss in losses] == [3.0, 7.0]

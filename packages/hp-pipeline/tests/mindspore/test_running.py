@@ -10,6 +10,7 @@ from mindspore.experimental.optim import AdamW
 from pipeline_cells import Descent, Net, Stage, batch, reference
 
 import hp_pipeline
+from hp_dtensor import DTensor, Replicate, init_device_mesh
 from hp_pipeline import PipelineError, PipelineSchedule, PipelineStage, placed, schedules
 from hp_pipeline.mindspore.port import flatten, unflatten
 from hp_platform import get_platform
@@ -240,6 +241,93 @@ def test_bad_input_is_refused_on_all_ranks_before_anything_is_sent():
     with pytest.raises(TypeError, match="PipelineStage: module must be a Cell, whose parameters can be listed, got"
                        " function; call it in a Cell's construct"):  # fmt: skip
         PipelineStage(lambda x: x, 0, 2)
+    build("Schedule1F1B", 3, net).run(x, target=target)
+
+    class Called(nn.Cell):
+        def construct(self, x):
+            return function(x)
+
+    function = (lambda x: (x * x).sum()) if rank() else (lambda x: 2 * x)
+    losses = hp_pipeline.ScheduleGPipe(PipelineStage(Called(), rank(), 2), 3).run(x)
+    assert len(losses) == 3 * rank()
+    for loss, rows in zip(losses, np.split(x.asnumpy(), 3)):
+        close(loss, 4 * (rows**2).sum())
+
+
+class Laid(nn.Cell):
+    """Computes with DTensors; passes them on, or plain tensors."""
+
+    def __init__(self, mesh, to_next, loss):
+        super().__init__()
+        self.weight, self.mesh = Parameter(Tensor(np.array([1.0, 2.0, 3.0]))), mesh
+        self.to_next, self.loss = to_next, loss
+
+    def construct(self, x):
+        wrapped = DTensor.from_local(x * self.weight, self.mesh, [Replicate()])
+        return self.loss((wrapped * wrapped).sum()) if rank() else self.to_next(wrapped)
+
+
+@on_ranks(2)
+def test_tensors_of_meshes_go_as_plain_ones():
+    mesh, x = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))["tp"], np.arange(6.0).reshape(2, 3)
+
+    def run(to_next, loss):
+        stage = PipelineStage(Laid(mesh, to_next, loss), rank(), 2)
+        schedule = hp_pipeline.Schedule1F1B(stage, 2)
+        losses = schedule.run(Tensor(x))
+        return losses, schedule.take_gradients([stage.submodule.weight])[0]
+
+    local, whole = (lambda tensor: tensor.to_local()), (lambda tensor: tensor.full_tensor())
+    with pytest.raises(PipelineError, match=r"rank 0 at 0F0: .* a DTensor; return its local part, to_local\(\), and w"):
+        run(lambda tensor: tensor, local)
+    with pytest.raises(PipelineError, match=r"rank 1 at 1B0: .* return its full_tensor\(\) or to_local\(\)"):
+        run(local, lambda tensor: tensor)
+    for loss in (local, whole):
+        losses, gradient = run(local, loss)
+        weight = np.array([1.0, 2.0, 3.0])
+        for got, row in zip(losses, x):
+            close(got, ((row * weight * weight) ** 2).sum())
+        close(gradient, 2 * (x**2).mean(0) * weight**3)
+
+
+class Detached(nn.Cell):
+    """Whose loss has no gradient, or which is frozen later."""
+
+    def __init__(self, detaches=False):
+        super().__init__()
+        self.weight, self.detaches = Parameter(Tensor(np.array([1.0, 2.0, 3.0]))), detaches
+
+    def construct(self, x):
+        x = x * self.weight
+        if not rank():
+            return x
+        return ops.stop_gradient(x.sum()) if self.detaches else x.sum()
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_there():
+    x = np.arange(6.0).reshape(2, 3)
+    text = r"rank 1 at 1F0: ValueError: the loss of the last stage needs no gradient, .*has_backward=False"
+    with pytest.raises(PipelineError, match=text):
+        hp_pipeline.ScheduleGPipe(PipelineStage(Detached(True), rank(), 2), 2).run(Tensor(x))
+    stage = PipelineStage(Detached(True), rank(), 2, has_backward=False)
+    losses = hp_pipeline.ScheduleGPipe(stage, 2).run(Tensor(x))
+    expected = list((x * [1.0, 4.0, 9.0]).sum(1))
+    assert [float(loss.asnumpy()) for loss in losses] == (expected if rank() else [])
+
+    stage = PipelineStage(Detached(), rank(), 2)
+    schedule, weight = hp_pipeline.ScheduleGPipe(stage, 2), stage.submodule.weight
+    schedule.run(Tensor(x))
+    schedule.take_gradients([weight])
+    if rank() == 0:
+        weight.requires_grad = False
+    with pytest.raises(
+        PipelineError, match=r"zero \(zero_grad or take_gradients\).*frozen, set gradients to zero and ru"
+    ):
+        schedule.run(Tensor(x))
+    schedule.take_gradients([weight])
+    schedule.run(Tensor(x))
+    close(schedule.take_gradients([weight])[0], x.mean(0) * [1.0, 2.0, 3.0] if rank() else np.zeros(3))
 
 
 class Join(nn.Cell):

@@ -8,6 +8,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import hp_pipeline
+from hp_dtensor import Replicate, distribute_tensor, init_device_mesh
 from hp_pipeline import PipelineStage, SharedParameterInfo, placed
 from hp_platform import get_platform
 from hp_testing import on_ranks
@@ -75,3 +76,16 @@ def test_what_differs_is_refused_on_all_ranks():
     with pytest.raises(ValueError, match=r"Float64 of shape \(4, 4\) on stage 0, but Float64 of shape \(4, 5\) on"):
         hp_pipeline.Schedule1F1B(stage, 2).run(Tensor(np.ones((2, 4))))
     assert table.asnumpy().all()
+    mesh, x = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))["tp"], np.ones((4, 4))
+
+    def build(table):
+        infos = [SharedParameterInfo("table", (0, 1))]
+        return hp_pipeline.Schedule1F1B(PipelineStage(Table(rank, 2, table), rank, 2, shared_parameters=infos), 2)
+
+    table = Table(0, 2).table
+    with pytest.raises(ValueError, match="a DTensor of placements .*: on MindSpore plain parameters are shared alone"):
+        build(distribute_tensor(table, mesh, [Replicate()])).run(Tensor(x))
+    schedule = build(table)
+    schedule.run(Tensor(x))
+    gradient = schedule.take_gradients([table])[0].asnumpy()
+    np.testing.assert_allclose(gradient, whole(2, x, 2)[0], rtol=1e-12, atol=1e-12)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import mindspore
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, _no_grad, nn, ops
 from pipeline_cells import WIDTH, Linear
 
 import hp_pipeline
-from hp_pipeline import PipelineStage, SequenceState
+from hp_pipeline import PipelineError, PipelineStage, SequenceState
 from hp_platform import get_platform
 from hp_testing import on_ranks
 
@@ -29,13 +29,22 @@ class Part(nn.Cell):
 
     def construct(self, x, target=None, seq_state=None):
         state = seq_state or SequenceState()
-        key = state.extend("key", self.key(x), 1)
+        key = self.joined(state, self.key(x))
         scores = ops.matmul(self.query(x), key.swapaxes(1, 2))
         rows, columns = scores.shape[1:]
         seen = np.tril(np.ones((rows, columns)), columns - rows)
         mixed = ops.matmul(ops.softmax(scores + Tensor((seen - 1) * 1e9), -1), key)
         x = x + self.out(mixed)
         return ((x - target) * (x - target)).mean() if self.last else x
+
+    def joined(self, state, key):
+        return state.extend("key", key, 1)
+
+
+class Unrecorded(Part):
+    def joined(self, state, key):
+        with _no_grad():
+            return super().joined(state, key)
 
 
 @on_ranks(2)
@@ -58,3 +67,21 @@ def test_slices_equal_whole_sequences(name):
         np.testing.assert_allclose(gradient.asnumpy(), expected, rtol=1e-12, atol=1e-12)
     expected_losses = [loss.asnumpy() for loss, _ in results] if rank else []
     np.testing.assert_allclose([loss.asnumpy() for loss in losses], expected_losses, rtol=1e-12)
+
+
+@on_ranks(1)
+def test_keys_without_gradients_are_refused():
+    x, target = np.random.default_rng(0).normal(size=(2, 4, TOKENS, WIDTH))
+
+    def run(kind):
+        part = kind(0, True)
+        schedule = hp_pipeline.ScheduleGPipe(PipelineStage(part, 0, 1), 2, seq_slices=3)
+        return schedule.run(Tensor(x), target=Tensor(target)), part
+
+    with pytest.raises(
+        PipelineError, match="'key' is put where no gradients are recorded, .* Put it outside of no_grad"
+    ):
+        run(Unrecorded)
+    losses, part = run(Part)
+    for loss, a, b in zip(losses, np.split(x, 2), np.split(target, 2), strict=True):
+        np.testing.assert_allclose(loss.asnumpy(), part(Tensor(a), Tensor(b)).asnumpy(), rtol=1e-12)

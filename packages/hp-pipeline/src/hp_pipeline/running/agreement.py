@@ -68,7 +68,7 @@ class GivingUp:
 
 
 _BEGIN = struct.Struct("<Q??")
-_HEAD = "A stage failed; gradients are incomplete, set them to zero before the next run"
+_HEAD = "A stage failed; gradients are incomplete, set them to zero (zero_grad or take_gradients) before the next run"
 
 
 class PipelineError(RuntimeError):
