@@ -11,6 +11,7 @@ from mindspore import Parameter, Tensor, nn
 
 from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.mindspore.dtensor import local_view
+from hp_fsdp import fully_shard
 from hp_optim import (
     NS_VARIANTS,
     AdamW,
@@ -251,8 +252,20 @@ def test_what_is_refused():
         get_hyper_optimizer(net, list(SHAPES), ["bias"]).step({"upp": net.up})
 
 
-def test_states_on_the_host_are_refused():
+@on_ranks(2)
+def test_states_on_the_host_or_in_8_bits_are_refused_and_sharded_ones_are_smaller():
     with pytest.raises(NotImplementedError, match=r"swap_optimizer is not supported on MindSpore: .*Shard the states"):
         swap_optimizer(AdamW(matrices(Net())))
     with pytest.raises(NotImplementedError, match=r"AdamW8bit is not supported on MindSpore, .*shard its states by"):
         AdamW8bit(matrices(Net()))
+    net, whole = Net(), Net()
+    fully_shard(net, init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",)))
+    optimizer, expected = AdamW(net.trainable_params(), lr=0.02), AdamW(whole.trainable_params(), lr=0.02)
+    kept = sum(local_view(each).numel() for each in optimizer.exp_avg)
+    assert kept < 0.6 * sum(each.numel() for each in expected.exp_avg)
+    for step in range(3):
+        full = [Tensor(gradient(step, each.name, each.shape)) for each in expected.parameters]
+        optimizer([distribute_tensor(g, p.device_mesh, p.placements) for g, p in zip(full, net.trainable_params())])
+        expected(full)
+    for mine, other in zip(net.trainable_params(), whole.trainable_params()):
+        np.testing.assert_allclose(mine.full_tensor().asnumpy(), other.asnumpy(), rtol=1e-12)
