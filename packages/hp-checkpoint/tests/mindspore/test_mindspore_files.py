@@ -6,7 +6,9 @@ import mindspore
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
+from mindspore.experimental import MapParameter
 from mindspore.train import serialization
+from mindspore.train.checkpoint_pb2 import Checkpoint
 
 from hp_checkpoint import InvalidCheckpointError, convert_full_checkpoint_to_dcp, dcp_to_full_state_dict
 from hp_checkpoint.extend import to_hugging_face
@@ -46,3 +48,25 @@ def test_what_is_refused(tmp_path):
         to_hugging_face(path, tmp_path / "model")
     with pytest.raises(ValueError, match="is a file of mindspore, and src_platform='torch'"):
         convert_full_checkpoint_to_dcp(path, tmp_path / "dcp", "torch")
+
+
+def test_a_map_is_refused_and_its_keys_and_values_are_not(tmp_path):
+    rows, path = np.arange(6, dtype=np.float32).reshape(2, 3), tmp_path / "x.ckpt"
+    table = MapParameter(name="table", key_tensor=Tensor([7, 3], mindspore.int32), value_tensor=Tensor(rows))
+    message = Checkpoint()
+    value = message.value.add(tag="table")
+    for array in table.export_data():
+        content = array.tobytes()
+        value.maptensor.tensor.add(dims=array.shape, tensor_type=str(array.dtype), tensor_content=content)
+    path.write_bytes(message.SerializeToString())
+    with pytest.raises(
+        InvalidCheckpointError, match=r"'table' is .* MapParameter of .*; save its get_keys\(\) and get_v"
+    ):
+        convert_full_checkpoint_to_dcp(path, tmp_path / "dcp", "mindspore")
+    parts = {"table.keys": table.get_keys(), "table.values": table.get_values()}
+    mindspore.save_checkpoint([{"name": name, "data": part} for name, part in parts.items()], str(path))
+    convert_full_checkpoint_to_dcp(path, tmp_path / "dcp", "mindspore")
+    found = dcp_to_full_state_dict(tmp_path / "dcp")
+    again = MapParameter(name="table", key_tensor=found["table.keys"], value_tensor=found["table.values"])
+    for one, other in zip(again.export_data(), table.export_data(), strict=True):
+        np.testing.assert_array_equal(one, other)

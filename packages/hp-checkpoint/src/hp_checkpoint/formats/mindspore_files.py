@@ -71,7 +71,8 @@ def _value(message: _Message, start: int, stop: int) -> tuple[str, _Found]:
     for number, kind, low, high in message.fields(start, stop):
         if kind != _BYTES or number not in (1, 2):
             raise InvalidCheckpointError(
-                f"{message.path}: {shown(name)} is no tensor, but a map of MindSpore; export it first"
+                f"{message.path}: {shown(name)} is no tensor, but a MapParameter of MindSpore; save its get_keys() and"
+                " get_values() in its place"
             )
         if number == 1:
             name = message.content(low, high).decode("utf-8", "replace")

@@ -195,7 +195,7 @@ class _States:
             has = sorted({_SAVED[slot] for slot in self._slots if slot in _SAVED})
             raise ValueError(
                 f"load: the checkpoint has the state {key!r} of {name!r}, and {self._kind} has {', '.join(has)}; build"
-                " the optimizer that was saved"
+                " the optimizer that was saved, or load the model alone"
             )
         return self._placed(name, key)
 
