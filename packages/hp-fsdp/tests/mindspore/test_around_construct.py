@@ -11,7 +11,7 @@ from mindspore.train import ModelCheckpoint, RunContext
 from mindspore.train.callback import _InternalCallbackParam
 
 from hp_dtensor import parallelize_value_and_grad
-from hp_fsdp import full_state_dict, fully_shard
+from hp_fsdp import MixedPrecisionPolicy, full_state_dict, fully_shard
 from hp_testing import on_ranks
 
 X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
@@ -63,7 +63,14 @@ def test_recompute_of_a_part_that_is_not_sharded_itself():
     net.a.recompute()
     with pytest.raises(NotImplementedError, match=r"fully_shard: 'a', a \w+, is computed again by Cell.recompute"):
         fully_shard(net, data_mesh())
-    shard(net)  # the advice
+    wrapped, plain = made(), made()
+    hp_offload = pytest.importorskip("hp_offload", reason="needs hp-offload")
+    hp_offload.checkpoint_wrapper(wrapped.a)
+    for model in (shard(net), fully_shard(wrapped, data_mesh())):  # what the error says
+        for got, expected in zip(
+            gradients(model, parallelize_value_and_grad), gradients(plain, ms.value_and_grad), strict=True
+        ):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -88,6 +95,12 @@ def test_a_sharded_cell_is_not_rewritten_for_mixed_precision():
     for net, name in ((fully_shard(made(), data_mesh()), "Pair"), (inner, "Dense")):
         with pytest.raises(NotImplementedError, match=rf"{name} is sharded by fully_shard.* at \"O1\".* take level O2"):
             ms.amp.auto_mixed_precision(net, "O1")
+    wanted = gradients(ms.amp.auto_mixed_precision(made(), "O1"), ms.value_and_grad)
+    before = fully_shard(ms.amp.auto_mixed_precision(made(), "O1"), data_mesh())
+    policy = fully_shard(made(), data_mesh(), mp_policy=MixedPrecisionPolicy(ms.float16, ms.float32))
+    for net, limit in ((before, 1e-6), (policy, 2e-2)):
+        for got, expected in zip(gradients(net, parallelize_value_and_grad), wanted, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=limit, atol=limit)
 
 
 @on_ranks(2)

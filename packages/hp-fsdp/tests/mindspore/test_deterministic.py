@@ -21,6 +21,7 @@ from fsdp_cells import (
     same_gradients,
     seeded,
     train,
+    whole,
     world,
 )
 from mindspore import Tensor, mint, nn
@@ -298,27 +299,34 @@ def test_sums_that_cannot_be_returned():
     model.set_requires_gradient_sync(True)
     with pytest.raises(RuntimeError, match=r"blocks.0 had gradients in earlier micro-batches of this step and none in"):
         run(own, True)
+    one = rare(reference)
+    expected = [sum(parts) for parts in zip(one(everything, True)[1], one(everything, False)[1])]
+    model.set_requires_gradient_sync(False)
+    run(own, True)
+    model.set_requires_gradient_sync(True)
+    same_gradients(model, run(own, False)[1], reference, expected, 1e-12)
     outputs: list[Any] = []
     with pytest.raises(RuntimeError, match=r"1 calls of Rare in forward got no gradient, so the backward pass is"):
         rare(model, outputs)(own, False)
     outputs.clear()
-    same_gradients(model, run(own, False)[1], reference, rare(reference)(everything, False)[1], 1e-12)
+    same_gradients(model, run(own, False)[1], reference, one(everything, False)[1], 1e-12)
+    outputs.append(model(own, False))  # outside of the differentiated function
+    same_gradients(model, run(own, False)[1], reference, one(everything, False)[1], 1e-12)
 
 
 @on_ranks(2)
 def test_ranks_with_different_numbers_of_micro_batches():
     mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
-    _, model = pair(double(Net), deterministic=True, mesh=mesh)
+    reference, model = pair(double(Net), deterministic=True, mesh=mesh)
     own = batch(dtype=np.float64)[1]
+    everything = np.stack(np.split(batch(dtype=np.float64)[0].asnumpy(), 4))
+    _, expected = differentiated(reference, dtensors=False)(Tensor(everything.reshape(-1, everything.shape[-1])))
     if world()[0]:
         model.set_requires_gradient_sync(False)
         differentiated(model)(own)
     model.set_requires_gradient_sync(True)
     with pytest.raises(ValueError, match=r"this rank ran [12] micro-batches since the last step, others from 1 to 2"):
         differentiated(model)(own)
-    reference, model = pair(double(Net), deterministic=True, mesh=mesh)
-    everything = np.stack(np.split(batch(dtype=np.float64)[0].asnumpy(), 4))
-    _, expected = differentiated(reference, dtensors=False)(Tensor(everything.reshape(-1, everything.shape[-1])))
     for last, part in enumerate(np.split(everything, 2)[world()[0]]):  # two each, consecutive ones
         model.set_requires_gradient_sync(last == 1)
         _, gradients = differentiated(model, lambda x: loss_of(model(x)) / 2)(Tensor(part))
@@ -332,6 +340,13 @@ def test_norms():
     _, gradients = differentiated(model, lambda x, s: loss_of_micro_batch(model, x, s))(*micro_batch(0, 2))
     with pytest.raises(NotImplementedError, match=r"norm_type=3.0 is not the same for any number of ranks"):
         global_grad_norm(parameters, 3, gradients=gradients)
+    flat = np.concatenate([whole(gradient).reshape(-1) for gradient in gradients])
+    for order in (1, 2, float("inf")):
+        close(global_grad_norm(parameters, order, gradients=gradients).asnumpy(), np.linalg.norm(flat, order), "norm")
     other = fully_shard(seeded(Twice), data_mesh())
     with pytest.raises(ValueError, match="some parameters are sharded with deterministic=True, some are not"):
         clip_grad_norm_([*parameters, *other.trainable_params()], 1.0, gradients=[*gradients, *gradients])
+    more = differentiated(other, lambda x, s: loss_of_micro_batch(other, x, s))(*micro_batch(0, 2))[1]
+    for cell, found in ((model, gradients), (other, more)):  # once for each kind
+        norm = clip_grad_norm_(cell.trainable_params(), 1e-3, gradients=found)
+        assert norm > 1e-3 and abs(global_grad_norm(cell.trainable_params(), gradients=found).item() / 1e-3 - 1) < 1e-2

@@ -7,7 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
-from fsdp_cells import Net, data_mesh, pair, seeded
+from fsdp_cells import Net, batch, data_mesh, differentiated, pair, same_gradients, seeded, train
 from mindspore import mint, nn
 
 from hp_dtensor import Replicate, Shard, init_device_mesh
@@ -18,6 +18,7 @@ from hp_fsdp import (
     full_state_dict,
     fully_shard,
     load_full_state_dict,
+    register_fsdp_forward_method,
 )
 from hp_testing import device_type, on_ranks
 
@@ -68,13 +69,32 @@ def test_arguments():
     assert (type(model).__name__, type(model).__qualname__) == ("Net", "HSDPNet")
 
 
+@on_ranks(2)
+def test_arguments_that_those_errors_name_train():
+    named: list[dict[str, Any]] = [
+        {"comm_fusion_zero_copy": None, "offload_policy": CPUOffloadPolicy()},
+        {"shard_placement_fn": lambda p: None, "reshard_after_forward": 1},
+        {"shard_placement_fn": lambda p: Shard(0), "mp_policy": MixedPrecisionPolicy()},
+    ]
+    for options in named:
+        train(*pair(**options), steps=1)
+
+
 @on_ranks(1)
 def test_statistics_that_a_forward_writes():
     net = nn.SequentialCell(nn.Dense(4, 4), nn.BatchNorm1d(4))
     message = "1 is a BatchNorm1d, whose moving_mean is written in forward .* pass its running statistics in ignored_pa"
     with pytest.raises(NotImplementedError, match=message):
         fully_shard(net, data_mesh())
-    fully_shard(net, data_mesh(), ignored_params=[net[1].moving_mean, net[1].moving_variance])
+
+    def made(norm):
+        return seeded(lambda: nn.SequentialCell(nn.Dense(5, 4), norm(), nn.Dense(4, 4))).set_train()
+
+    for norm in (lambda: nn.BatchNorm1d(4), lambda: nn.LayerNorm((4,))):
+        reference, model = made(norm), made(norm)
+        statistics = [each for each in model.get_parameters() if "moving" in each.name]
+        fully_shard(model, data_mesh(), ignored_params=statistics)
+        train(reference, model, steps=2)
 
 
 @on_ranks(1)
@@ -85,7 +105,7 @@ def test_cells():
         fully_shard(nn.CellList([mint.nn.Linear(1, 1)]))
     for each in nn.CellList([mint.nn.Linear(1, 1)]):
         fully_shard(each)
-    _, model = pair()
+    reference, model = pair()
     with pytest.raises(ValueError, match=r"this Net is sharded already"):
         fully_shard(model, data_mesh())
     with pytest.raises(TypeError, match=r"expected modules that fully_shard was called on, got Linear"):
@@ -95,6 +115,18 @@ def test_cells():
     with pytest.raises(NotImplementedError, match=r"set_is_last_backward\(False\): on MindSpore each backward pass"):
         model.set_is_last_backward(False)
     model.set_requires_gradient_sync(False)
+    (everything, own), step = batch(), differentiated(model)
+    step(own)
+    model.set_requires_gradient_sync(True)
+    _, once = differentiated(reference, dtensors=False)(everything)
+    same_gradients(model, step(own)[1], reference, [2 * each for each in once])
+    with pytest.raises(NotImplementedError, match=r"set_all_reduce_hook: not on MindSpore, .* there are set_requires_"):
+        model.set_all_reduce_hook(lambda shard: None)
+    model.set_requires_all_reduce(True)
+    model.set_reduce_op_type("sum")
+    same_gradients(model, step(own)[1], reference, once)  # of one rank
+    model.set_gradient_divide_factor(2.0, recurse=True)
+    same_gradients(model, step(own)[1], reference, [each / 2 for each in once])
     with pytest.raises(NotImplementedError, match=r"Net cannot be copied"):
         copy.deepcopy(model)
     with pytest.raises(NotImplementedError, match=r"Net cannot be pickled.*Save full_state_dict"):
@@ -110,3 +142,37 @@ def test_meshes():
     mesh = init_device_mesh(device_type(), (2, 1, 2), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(ValueError, match=r"one axis \(shard\) or two \(replicate, shard\), got 3: \('a', 'b', 'c'\)"):
         fully_shard(seeded(Net), mesh)
+    train(*pair(mesh=mesh["a", "c"]), steps=1)
+
+
+class Encoder(nn.Cell):
+    """A Cell that is used by a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mint.nn.Linear(5, 3)
+
+    def encode(self, x):
+        return mint.sin(self.inner(x))
+
+
+class Encodes(nn.Cell):
+    """A Cell whose construct calls that method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def construct(self, x):
+        return self.encoder.encode(x)
+
+
+@on_ranks(2)
+def test_methods_that_compute_are_called_by_a_construct():
+    model = fully_shard(seeded(Encoder), data_mesh())
+    with pytest.raises(
+        NotImplementedError, match=r"\(Encoder, 'encode'\): .*Call fully_shard on a Cell whose construct"
+    ):
+        register_fsdp_forward_method(model, "encode")
+    reference, model = seeded(Encodes), seeded(Encodes)
+    train(reference, fully_shard(model, data_mesh()), steps=1)

@@ -196,6 +196,7 @@ def test_what_is_refused(tmp_path):
     inner(batch()[1])
     with pytest.raises(ValueError, match="this Block is inside another sharded module, call explain on the root"):
         explain(inner.blocks[0])
+    assert "blocks.0" in str(explain(inner))
     _, model = pair()
     with pytest.raises(ValueError, match=r"ends in .json, .png, .svg, .pdf, got 'step.txt'"):
         explain(model, path="step.txt")
@@ -204,8 +205,15 @@ def test_what_is_refused(tmp_path):
             explain(model, **arguments)
     with pytest.raises(RuntimeError, match="Run forward and backward first"):
         explain(model, path="step.png")
+    explain(model, path=str(tmp_path / "order.json"))
+    assert (tmp_path / "order.json").exists()
     differentiated(model)(batch()[1])
     explain(model, path=str(tmp_path / "step.json"))
     assert (tmp_path / "step.json").exists()
     with pytest.raises(TypeError, match="expected an optimizer of mindspore.experimental.optim"):
         explain(model, optimizer=mint.nn.Linear(2, 2))
+    for kind in (optim.AdamW, mint.optim.AdamW, nn.AdamWeightDecay):
+        with SkipDTensorDispatch():
+            optimizer = kind(model.trainable_params())
+        predicted, measured = row(explain(model, optimizer=optimizer), "optimizer")
+        assert predicted and measured

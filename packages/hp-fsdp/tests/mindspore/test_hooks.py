@@ -239,6 +239,16 @@ def test_an_error_in_backward_leaves_a_model_that_trains():
     train(reference, model, steps=1)
     assert not any(gathered(model))
 
+    def inside(cell, inputs, output):
+        output.register_hook(fails)
+
+    handle = model.blocks[1].up.register_forward_hook(inside)
+    with pytest.raises(ValueError, match="on purpose"):
+        differentiated(model)(batch()[1])
+    handle.remove()
+    train(reference, model, steps=1)
+    assert not any(gathered(model))
+
 
 @on_ranks(2)
 def test_the_next_forward_sees_new_values():

@@ -14,8 +14,15 @@ from mindspore import Parameter, Tensor, mint, nn
 from mindspore.common.initializer import Normal, initializer
 from mindspore.experimental import optim
 
-from hp_dtensor import DTensor, SkipDTensorDispatch, init_device_mesh
-from hp_fsdp import MixedPrecisionPolicy, fully_shard
+from hp_dtensor import (
+    DTensor,
+    SkipDTensorDispatch,
+    distribute_tensor,
+    init_device_mesh,
+    init_empty_weights,
+    init_parameters,
+)
+from hp_fsdp import MixedPrecisionPolicy, full_state_dict, fully_shard, load_full_state_dict
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
 
@@ -120,6 +127,11 @@ def test_an_optimizer_of_copies_that_join_later():
         )
         with pytest.raises(ValueError, match=match):
             update(gradients)
+    reference, model = pair(Open)
+    for net in (reference, model):
+        copied(net)
+        differentiated(net, dtensors=net is model)(batch()[1])  # the forward that the copy joins
+    train(reference, model, steps=1, make=adamw)
 
 
 @on_ranks(2)
@@ -179,6 +191,93 @@ def test_what_joins_and_cannot_be_taken_in():
     del model.last.weight
     with pytest.raises((RuntimeError, AttributeError), match=r"'last.weight' of Net is no longer in Linear"):
         model(batch()[1])
+    train(*pair(headless), steps=1)
+
+
+def headless() -> Net:
+    net = Net()
+    net.last = nn.Identity()
+    return net
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["whole", "part", "state"])
+def test_what_is_not_replaced_but_written(way: str):
+    reference, model = pair()
+    values = Tensor(np.random.RandomState(5).randn(3, 7).astype(np.float32))
+    sharded = model.last.weight
+    model.last.weight = Parameter(values)
+    with pytest.raises(
+        RuntimeError, match=r"Change a sharded parameter in place \(set_data\), or load values with load_fu"
+    ):
+        model(batch()[1])
+    model.last.weight = sharded
+    if way == "whole":
+        model.last.weight.set_data(values)
+    elif way == "part":
+        model.last.weight.set_data(distribute_tensor(values, sharded.device_mesh, sharded.placements))
+    else:
+        load_full_state_dict(model, {**full_state_dict(model), "last.weight": values})
+    reference.last.weight.set_data(values)
+    train(reference, model, steps=1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("give", [init_parameters, nn.Cell.init_parameters_data])
+def test_what_joins_without_values_gets_some(give: Any):
+    _, model = pair(Open)
+    with init_empty_weights():
+        model.last = mint.nn.Linear(7, 4)
+    with pytest.raises(
+        RuntimeError, match=r"joined Open after .* has no values. Give it some .*: hp_dtensor.init_param"
+    ):
+        model(batch()[1])
+    give(model.last)
+    reference = seeded(Open)
+    reference.last = mint.nn.Linear(7, 4)
+    for own, other in zip(reference.last.get_parameters(), model.last.get_parameters(), strict=True):
+        own.set_data(Tensor(other.asnumpy()))
+    train(reference, model, steps=1)
+
+
+@on_ranks(4)
+def test_copies_of_parameters_on_other_axes_are_built_anew_or_before():
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    styles = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+
+    class Twins(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.CellList([Block(8)])
+
+        def construct(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def build() -> Any:
+        model = seeded(Twins)
+        parallelize_module(model.blocks[0], mesh["tp"], styles)
+        return model
+
+    def gradients_are_right(model: Any) -> None:
+        reference = seeded(Twins)
+        reference.blocks.append(seeded(lambda: Block(8)))
+        everything = batch(columns=8)[0]
+        _, expected = differentiated(reference, dtensors=False)(everything)
+        rows = np.split(everything.asnumpy(), 2)[mesh.get_local_rank("dp")]
+        same_gradients(model, differentiated(model)(Tensor(rows))[1], reference, expected)
+
+    model = fully_shard(build(), mesh["dp"])
+    model.blocks.append(copy.deepcopy(model.blocks[0]))
+    with pytest.raises(RuntimeError, match=r"is a copy of one .* Add the Cell before fully_shard, or build a new one"):
+        model(Tensor(np.ones((2, 8), np.float32)))
+    second = lambda: parallelize_module(seeded(lambda: Block(8)), mesh["tp"], styles)  # noqa: E731
+    before, anew = build(), fully_shard(build(), mesh["dp"])
+    before.blocks.append(second())
+    anew.blocks.append(second())
+    gradients_are_right(fully_shard(before, mesh["dp"]))
+    gradients_are_right(anew)
 
 
 @on_ranks(2)
@@ -192,6 +291,14 @@ def test_a_model_of_which_the_root_is_not_sharded():
     optimizer = nn.Momentum(model.trainable_params(), 0.1, 0.9)
     with pytest.raises(RuntimeError, match=r"4 of the 13 parameters of Momentum are in no sharded module"):
         optimizer(gradients)
+    train(seeded(Net), fully_shard(model, data_mesh()), steps=1, make=adamw)  # the model itself as well
+    model, rest = seeded(Net), []
+    for layer in (model.first, model.last):
+        rest += layer.get_parameters()
+    for block in model.blocks:
+        fully_shard(block, data_mesh(), ignored_params=rest)
+    _, gradients = differentiated(model)(batch()[1])
+    adamw(model)(gradients)
 
 
 OPTIMIZERS = {

@@ -222,10 +222,20 @@ def test_groups_and_optimizers_may_be_cut_in_another_way():
     ]}  # fmt: skip
     with pytest.raises(ValueError, match="was saved with .* others of its group with"):
         set_optimizer_state_dict(run.model, run.second, mixed, options=FULL)
+    with SkipDTensorDispatch():  # grouped as they were saved
+        alone = optim.AdamW([{"params": [each]} for each in parameters])
+    set_optimizer_state_dict(run.model, alone, mixed, options=FULL)
+    assert [group["lr"].asnumpy().item() for group in alone.param_groups] == [*map(float, range(len(parameters)))]
     other = copied(state)
     other["state"]["last.weight"]["state_step"] = Tensor(5, mindspore.int32)
     with pytest.raises(ValueError, match="of one AdamW were saved with different state_step, from 2 to 5"):
         set_optimizer_state_dict(run.model, run.second, other, options=FULL)
+    with SkipDTensorDispatch():
+        each = [optim.AdamW([parameter]) for parameter in parameters]
+    set_optimizer_state_dict(run.model, each, other, options=FULL)
+    again = get_optimizer_state_dict(run.model, each, options=FULL)["state"]
+    steps = {name: inside["state_step"].asnumpy().item() for name, inside in again.items()}
+    assert steps.pop("last.weight") == 5 and {*steps.values()} == {2}
     with SkipDTensorDispatch():
         old = nn.Momentum([{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}], 0.1, 0.9)
     groups = get_optimizer_state_dict(run.model, old)["param_groups"]
@@ -249,6 +259,15 @@ def test_what_does_not_fit_is_refused():
     less["state"]["last.weight"]["other"] = less["state"]["last.weight"].pop("exp_avg")
     with pytest.raises(ValueError, match=r"misses the states \['exp_avg'\], and has \['other'\]"):
         set_optimizer_state_dict(run.model, run.second, less, options=FULL)
+    less["state"]["last.weight"]["exp_avg_sq"] = 2 * less["state"]["last.weight"]["exp_avg_sq"]
+    set_optimizer_state_dict(run.model, run.second, less, options=StateDictOptions(full_state_dict=True, strict=False))
+    rest = get_optimizer_state_dict(run.model, run.second, options=FULL)["state"]["last.weight"]
+    for key, expected in (
+        ("exp_avg", state["state"]["last.weight"]["exp_avg"]),
+        ("exp_avg_sq", less["state"]["last.weight"]["exp_avg_sq"]),
+    ):
+        close(rest[key].asnumpy(), expected.asnumpy(), key, 0.0)
+    set_optimizer_state_dict(run.model, made("adamw", run.model), copied(state), options=FULL)
     state["state"]["last.weight"]["exp_avg"] = Tensor(np.zeros((2, 2)))
     with pytest.raises(ValueError, match=r"'last.weight.exp_avg' has shape \(2, 2\), the model's is \(3, 7\)"):
         set_optimizer_state_dict(run.model, run.second, state, options=FULL)

@@ -140,6 +140,10 @@ def test_tied_over_two_groups():
         ValueError, match=r"parameter 'back.weight' of Tied belongs to a group already: 'weight' of Linear"
     ):
         fully_shard(net, data_mesh())
+    reference, model = seeded(Tied), seeded(Tied)
+    for block in model.blocks:  # neither of those that share the weight
+        fully_shard(block, data_mesh())
+    train(reference, fully_shard(model, data_mesh()), steps=1)
 
 
 @on_ranks(2)

@@ -143,6 +143,30 @@ def test_what_does_not_fit_changes_nothing():
     model.last.register_load_state_dict_pre_hook(lambda *_: None)
     with pytest.raises(NotImplementedError, match=r"last, a Linear, changes a state before it is loaded \(a hook\)"):
         model.load_state_dict(whole)
+    changed = {**whole, "last.bias": 2 * whole["last.bias"]}  # what the hook would do
+    set_model_state_dict(model, changed, options=FULL)
+    close(model.last.bias.full_tensor().asnumpy(), changed["last.bias"].asnumpy(), "bias", 0.0)
+
+
+@on_ranks(4)
+def test_parts_of_another_number_of_ranks_go_by_way_of_whole_tensors_or_a_checkpoint(tmp_path):
+    reference, model = pair()
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    saved = fully_shard(seeded(Net), mesh)
+    parts = {name: value.to_local() for name, value in saved.state_dict(keep_vars=True).items()}
+    with pytest.raises(RuntimeError, match="A part of another number of ranks is loaded by way of a full state, or of"):
+        model.load_state_dict(parts)
+    with pytest.raises(ValueError, match="Shards of another number of ranks are loaded by way of full_state_dict=True"):
+        set_model_state_dict(model, parts)
+    for load in (model.load_state_dict, lambda state: set_model_state_dict(model, state, options=FULL)):
+        load(get_model_state_dict(zeroed(saved), options=FULL))
+        assert not any(value.asnumpy().any() for value in full_state_dict(model).values())
+        load(get_model_state_dict(fully_shard(seeded(Net), mesh), options=FULL))
+        same_weights(model, reference, 0.0)
+    hp_checkpoint = pytest.importorskip("hp_checkpoint", reason="needs hp-checkpoint")
+    hp_checkpoint.save({"model": get_model_state_dict(saved)}, checkpoint_id=tmp_path / "saved")
+    hp_checkpoint.load({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "saved")
+    assert not any(value.asnumpy().any() for value in full_state_dict(model).values())
 
 
 @on_ranks(2)

@@ -157,13 +157,19 @@ def test_clipping():
             np.linalg.norm(flat, order),
             f"norm {order}",
         )
+    with pytest.raises(
+        TypeError, match="clip_grad_norm_: MindSpore has no .grad, so pass gradients=gradients, the grad"
+    ):
+        clip_grad_norm_(parameters, 0.5)
     norm = np.linalg.norm(flat)
     close(clip_grad_norm_(parameters, 0.5, gradients=gradients).asnumpy(), norm, "norm before")
     same_gradients(model, gradients, reference, [gradient * float(0.5 / (norm + 1e-6)) for gradient in expected])
     clip_grad_norm_(parameters, 100.0, gradients=gradients)
     close(global_grad_norm(parameters, gradients=gradients).asnumpy(), 0.5, "norm after")
-    with pytest.raises(ValueError, match=r"clip_grad_norm_: 13 parameters and 3 gradients"):
-        clip_grad_norm_(parameters, 1.0, gradients=gradients[:3])
+    with pytest.raises(ValueError, match=r"clip_grad_norm_: 13 parameters and 3 gradients; give the"):
+        clip_grad_norm_(parameters, 0.25, gradients=gradients[:3])
+    close(clip_grad_norm_(parameters, 0.25, gradients=gradients).asnumpy(), 0.5, "norm before")
+    close(global_grad_norm(parameters, gradients=gradients).asnumpy(), 0.25, "norm after")
     gradients[0]._update_data(gradients[0].to_local() * float("nan"))
     with pytest.raises(RuntimeError, match=r"the gradients' norm of order 2.0 is nan"):
         clip_grad_norm_(parameters, 1.0, gradients=gradients, error_if_nonfinite=True)

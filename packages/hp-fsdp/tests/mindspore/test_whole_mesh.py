@@ -79,5 +79,10 @@ def test_axes_that_nothing_tells_are_refused():
         fully_shard(laid_out(whole["tp1"], Shard(0)))
     with pytest.raises(ValueError, match=r"'weight' is placed \(Shard\(0\),\).*divides it over 1 of 2 ranks"):
         fully_shard(laid_out(whole["tp1"], Shard(0)), whole)
+    for cell in (laid_out(whole["tp1"], Shard(0)), laid_out(whole, Replicate(), Shard(0))):
+        ragged, other = fully_shard(cell, whole["dp"]).weight.placements
+        assert isinstance(ragged, RaggedShard) and other == Shard(0)  # over the axis that is named
     with pytest.raises(ValueError, match=r"hsdp: .* with \['pp'\], and hsdp cannot tell.*mesh\['dp'\]"):
         hsdp(laid_out(staged["tp2"], Shard(0)))
+    ragged, other = fully_shard(laid_out(staged["tp2"], Shard(0)), staged["dp"]).weight.placements
+    assert isinstance(ragged, RaggedShard) and other == Shard(0)

@@ -125,12 +125,13 @@ def test_arguments_are_checked():
         ({"optimizer_level": "level4"}, ValueError, "level1, level2, level3, got 'level4'"),
         ({"shard_size": 3}, ValueError, "divide the 2 ranks of data parallelism, got 3"),
         ({"threshold": -1}, ValueError, "KiB, 0 or more, got -1"),
-        ({"bucket_size": 4}, ValueError, "bucket_size=4 limits.*Use comm_fusion=True"),
-        ({"comm_async": True}, NotImplementedError, "comm_async=True.: on MindSpore each backward pass returns"),
+        ({"bucket_size": 4}, ValueError, "bucket_size=4 limits.*Use comm_fusion=True, or leave"),
+        ({"comm_async": True}, NotImplementedError, "comm_async=True.: on MindSpore .*use enable_grad_accumulation=T"),
         ({"reduce_dtype": "float32"}, TypeError, "reduce_dtype must be a Type or None, got 'float32'"),
     ):
         with pytest.raises(error, match=text):
             hsdp(mint.nn.Linear(2, 2), **options)
+    train(*made("level2", comm_fusion=True, bucket_size=4), steps=1)
 
 
 def names(model: nn.Cell, max_bytes: int) -> list[str]:

@@ -40,6 +40,11 @@ class HSDPModule(ModuleAPI):
         inner = self.__dict__.get("_hsdp_construct") or super().construct  # type: ignore[misc]
         return run_forward(self._hsdp_group, inner, args, kwargs)
 
+    def parameters_and_names(self, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Any]]:
+        """List the Cell's parameters, the sharded ones also after a backward pass that raised."""
+        self._hsdp_group.recover()
+        return super().parameters_and_names(name_prefix, expand)  # type: ignore[misc]
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load DTensors, full plain tensors (the same on all ranks), or this rank's plain parts.
 

@@ -77,8 +77,8 @@ def _fault(name: str, target: Any, value: Any, port: ModelStates, assign: bool) 
         return None
     return (
         f"{name!r} has shape {shape}, the model's has {full}, of which this rank's part, placed {spec.placements}, has"
-        f" {tuple(spec.local_shape)}. A part of another number of ranks is loaded by way of a full state, or by"
-        " torch.distributed.checkpoint.load"
+        f" {tuple(spec.local_shape)}. A part of another number of ranks is loaded by way of a full state, or of a"
+        " checkpoint, by hp_checkpoint.load or torch.distributed.checkpoint.load"
     )
 
 

@@ -324,6 +324,11 @@ class ParameterGroup(Group["RootContext"]):
             self.calls.clear()
             self.forget_gradients()
 
+    def recover(self) -> None:
+        """After a backward pass that raised, whose end the engine calls nobody at: reset all groups of the model."""
+        if self.context is not None and self.context.backward and not in_backward():
+            self.context.abandon()
+
     def forget_gradients(self) -> None:
         """Drop gradients that wait for a backward pass that reduces them."""
         self.micro_batches = 0

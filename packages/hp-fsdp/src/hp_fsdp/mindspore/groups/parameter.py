@@ -113,7 +113,9 @@ class ManagedParameter:
         """
         where = f"fully_shard: parameter {self.name!r} joined {owner} after it was sharded, and"
         if self.parameter.has_init:
-            raise RuntimeError(f"{where} has no values. Give it values before the next forward")
+            raise RuntimeError(
+                f"{where} has no values. Give it some before the next forward: hp_dtensor.init_parameters(cell)"
+            )
         if self.inner is not None and any(isinstance(p, RaggedShard) for p in self.inner.placements):
             if self.inner.mesh != mesh:
                 raise RuntimeError(
