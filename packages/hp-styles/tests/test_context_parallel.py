@@ -87,7 +87,7 @@ def test_a_call_leaves_nothing_to_the_collector(degree: int | None) -> None:
     try:
         loss_of(model(part["ids"], part["places"]), part["targets"]).backward()
         names = [type(each).__name__ for each in gc.get_objects()]
-        assert not {"_Frame", "Settling", "Call"} & set(names)
+        assert not {"_Frame", "AttentionAgreement", "Call"} & set(names)
     finally:
         gc.enable()
 

@@ -366,7 +366,7 @@ RULES: dict[str, Rule] = {
     "copy": rule("...+ -> ...+", linear="all", passes="any"),  # clone, and copies into another tensor
     "maximum": rule("...+ -> ...+", linear="all", passes="max"),  # of two tensors
     "minimum": rule("...+ -> ...+", linear="all", passes="min"),
-    "forgetful": rule("...+ -> ...+", value_independent=True),
+    "value_independent": rule("...+ -> ...+", value_independent=True),
     # ---- products ----
     "linear": rule("... k, n k -> ... n | ... k, n k, n -> ... n", reduce="k", linear="0 1", bias="2"),
     "matmul": rule(
@@ -399,9 +399,11 @@ RULES: dict[str, Rule] = {
         "* -> * - dim", need_replication="dim", nonempty="*"
     ),  # var, std: torch warns about empty shards
     # ---- along a dim ----
-    "whole_dims": rule("* -> *", need_replication="dim"),  # softmax, topk, sort; ``dim`` may change its size
+    "replicated_dim": rule("* -> *", need_replication="dim"),  # softmax, topk, sort; ``dim`` may change its size
     "linear_whole_dims": rule("* -> *", need_replication="dim", linear="0"),  # cumsum, tril
-    "moved_whole_dims": rule("* -> *", need_replication="dim", linear="0", passes="any"),  # flip, roll, narrow, split
+    "moved_replicated_dim": rule(
+        "* -> *", need_replication="dim", linear="0", passes="any"
+    ),  # flip, roll, narrow, split
     "unbind": rule("* -> * - dim", dim=0, need_replication="dim", linear="0", passes="any"),
     "pad": pad,
     # ---- moves ----

@@ -1,10 +1,10 @@
 """The PyTorch side of hp-dtensor."""
 
 from hp_dtensor.torch.api import from_local as _from_local
+from hp_dtensor.torch.backward.autograd_functions import install as _install_own_functions
+from hp_dtensor.torch.backward.autograd_functions import install_hooks as _install_module_hooks
 from hp_dtensor.torch.backward.engine import install_graph_tasks as _install_passes
 from hp_dtensor.torch.backward.engine import on_local_gradient as _on_local_gradient
-from hp_dtensor.torch.backward.own_functions import install as _install_own_functions
-from hp_dtensor.torch.backward.own_functions import install_hooks as _install_module_hooks
 from hp_dtensor.torch.compile.compiling import install as _install_compiling
 from hp_dtensor.torch.dtensor import install as _install_methods
 from hp_dtensor.torch.moves.transfer import relayout as _relayout

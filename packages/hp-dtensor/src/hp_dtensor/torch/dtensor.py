@@ -20,10 +20,10 @@ from hp_dtensor.layout.spec import Layout, TensorSpec, varying
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch import checkpoint
 from hp_dtensor.torch.backward import autograd
-from hp_dtensor.torch.backward.asking import local_asked
+from hp_dtensor.torch.backward.dispatch_modes import local_asked
 from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.compile.overrides import overrides
-from hp_dtensor.torch.views.kept import HANDED_OUT, hand_out, recall_shared, remember_shared
+from hp_dtensor.torch.views.kept import HANDED_OUT, recall_shared, remember_shared, stop_keeping
 from hp_dtensor.torch.views.strides import keep, local_strides, strides_of
 
 _impl: Any = torch._C._disabled_torch_function_impl
@@ -182,7 +182,7 @@ class DTensor(torch.Tensor):
         """Return the global value as a plain tensor on every rank; differentiable."""
         spec = self._spec
         if spec.replicated:  # the result shares this tensor's memory
-            hand_out(self)
+            stop_keeping(self)
         replicated = redistribute(self, spec.with_placements([Replicate()] * spec.mesh.ndim))
         return replicated.to_local(grad_placements=grad_placements)
 
@@ -264,8 +264,8 @@ class DTensor(torch.Tensor):
     # ---- autograd ----
     @property
     def grad(self) -> torch.Tensor | None:
-        if autograd.arriving:
-            autograd.bring_gradients()
+        if autograd.arriving_gradients:
+            autograd.finish_gradients()
         grad = _impl(_get_grad, (), (self,))
         if type(grad) is torch.Tensor and _enabled():
             if self._spec.partial and grad.requires_grad:
@@ -279,8 +279,8 @@ class DTensor(torch.Tensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if autograd.arriving:
-            autograd.bring_gradients()
+        if autograd.arriving_gradients:
+            autograd.finish_gradients()
         if _enabled() and value is not None:
             if not isinstance(value, DTensor):
                 raise TypeError(
@@ -296,11 +296,11 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        hand_out(self)
+        stop_keeping(self)
         data = _impl(_get_data, (), (self,))
         if _enabled():
             keep(wrap(data, self._spec), self)
-            hand_out(data)
+            stop_keeping(data)
         return data
 
     @data.setter
@@ -311,7 +311,7 @@ class DTensor(torch.Tensor):
             self._spec = value._spec
             keep(self, value)
         autograd.retire_shadows(self)  # they share the old memory
-        hand_out(self)
+        stop_keeping(self)
         _impl(_set_data, (), (self, value))
 
     def register_hook(self, hook: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hp_dtensor.torch.api import become, distribute_parameter, refuse_foreign, replicate_parameters
-from hp_dtensor.torch.backward.autograd import arriving, grad_spec, reduce_partial_grads
+from hp_dtensor.torch.backward.autograd import arriving_gradients, grad_spec, reduce_partial_grads
 from hp_dtensor.torch.backward.engine import Mark, backward, explaining, marks, will_run
 from hp_dtensor.torch.compile.compiling import encode_placements, traces_as
 from hp_dtensor.torch.compile.graph import constant, decode_placements, mesh_of
@@ -16,7 +16,7 @@ from hp_dtensor.torch.ops.random import compare_generators
 __all__ = [
     "DTensor",
     "Mark",
-    "arriving",
+    "arriving_gradients",
     "backward",
     "become",
     "compare_generators",

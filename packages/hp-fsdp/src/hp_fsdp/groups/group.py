@@ -128,7 +128,7 @@ class Group(Generic[C]):
         """Lay a bucket out over ``axes``; its ``shard_originals`` changes the parameters."""
         raise NotImplementedError
 
-    def stand_ins(self) -> Iterator[tuple[Any, Any]]:
+    def registered_tensors(self) -> Iterator[tuple[Any, Any]]:
         """List all tensors that may stand in the modules for parameters of this group, with the parameter."""
         raise NotImplementedError
 
@@ -143,7 +143,7 @@ class Group(Generic[C]):
         self.buckets += buckets
         self.parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
 
-    def take_in(self, ignored: Sequence[Any], inner: DeviceMesh | None) -> bool:
+    def add_late_parameters(self, ignored: Sequence[Any], inner: DeviceMesh | None) -> bool:
         """Shard parameters that joined the members after they were sharded.
 
         Args:
@@ -161,7 +161,7 @@ class Group(Generic[C]):
         """
         counts = [len(parameter.places) for parameter in self.parameters]
         joined = []
-        own = {id(tensor): parameter for tensor, parameter in self.stand_ins()}
+        own = {id(tensor): parameter for tensor, parameter in self.registered_tensors()}
         for parameter in find_parameters(self.members, ignored, self.managed, own):
             original = parameter.facts().original
             if not is_copy(original) and self.axes.divided(parameter.name, parameter.inner):

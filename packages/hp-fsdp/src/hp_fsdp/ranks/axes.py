@@ -15,7 +15,7 @@ from hp_platform import get_platform
 from hp_platform.extend import when_groups_end
 
 
-class _Grouped:
+class _Reinitializable:
     """Holds process groups, and makes them again after they were destroyed.
 
     Destroyed groups are deleted attributes, so `__getattr__` finds them; live ones are read at no cost.
@@ -37,7 +37,7 @@ class _Grouped:
         raise NotImplementedError
 
 
-_living: weakref.WeakSet[_Grouped] = weakref.WeakSet()
+_living: weakref.WeakSet[_Reinitializable] = weakref.WeakSet()
 
 
 @when_groups_end
@@ -49,7 +49,7 @@ def _forget_groups() -> None:
 
 
 @dataclass(eq=False, slots=True)
-class PostForwardRanks(_Grouped):
+class PostForwardRanks(_Reinitializable):
     """A smaller group of consecutive ranks of the shard axis.
 
     Attributes:
@@ -73,7 +73,7 @@ class PostForwardRanks(_Grouped):
 
 
 @dataclass(eq=False, slots=True)
-class Separate(_Grouped):
+class ReduceScatterGroup(_Reinitializable):
     """A second process group of the ranks of a shard axis, one for each set of ranks.
 
     Attributes:
@@ -86,12 +86,12 @@ class Separate(_Grouped):
     group: Any = None
 
     @staticmethod
-    def of(axes: DataAxes) -> Separate:
+    def of(axes: DataAxes) -> ReduceScatterGroup:
         """Return the group of these axes, made at the first call, which all ranks of the axis must make."""
         ranks = tuple(get_platform().groups.get_process_group_ranks(axes.shard_group))
         separate = _separate.get(ranks)
         if separate is None:
-            separate = _separate[ranks] = Separate(ranks)
+            separate = _separate[ranks] = ReduceScatterGroup(ranks)
             separate._find_groups()
         return separate
 
@@ -99,11 +99,11 @@ class Separate(_Grouped):
         self.group = get_platform().groups.second_group(self.ranks)
 
 
-_separate: dict[tuple[int, ...], Separate] = {}
+_separate: dict[tuple[int, ...], ReduceScatterGroup] = {}
 
 
 @dataclass(eq=False, slots=True)
-class DataAxes(_Grouped):
+class DataAxes(_Reinitializable):
     """The one or two axes of data parallelism: parameters are sharded over the last, replicated over the first of two.
 
     Attributes:

@@ -82,7 +82,7 @@ class Context(Generic[G]):
             group.check()
         ignored = [parameter for group in groups for parameter in group.ignored]
         inner = inner_mesh(groups)
-        joined = [group.take_in(ignored, inner) for group in groups]
+        joined = [group.add_late_parameters(ignored, inner) for group in groups]
         if any(joined) or groups != self.groups:
             self.compared = False
         self.groups = groups
@@ -92,7 +92,7 @@ class Context(Generic[G]):
             group.layout_ranks = group.axes.layout_ranks(
                 self.root.axes, [(parameter.name, parameter.inner) for parameter in group.parameters]
             )
-        tensors = [tensor for group in groups for tensor, _ in group.stand_ins()]
+        tensors = [tensor for group in groups for tensor, _ in group.registered_tensors()]
         self.roster = Roster((module for _, module in named), [*tensors, *ignored], self.root.managed.stores)
 
     # ---- forward ----

@@ -17,7 +17,7 @@ from hp_moe.placement.placement import ExpertPlacement
 from hp_moe.placement.replicas import Loans, borrow, check_slots, choose_holders
 from hp_moe.port import port
 from hp_moe.routes.capacity import DropCount, Seated
-from hp_moe.routes.dispatch import TOLD, Combine, Message, fit
+from hp_moe.routes.dispatch import HEADER, Combine, Message, fit
 from hp_moe.routes.gathered import Gathered
 from hp_moe.routes.routes import Begin, Exact, Fast, Route, at_once
 from hp_moe.routes.sources import Sources
@@ -27,7 +27,7 @@ from hp_platform.extend import share_bytes
 
 Tensor = Any
 Beside = Callable[[], Any]
-Asked = tuple[Route, Callable[[], tuple[list[int], list[int]]], Callable[[], ValueError], list[int], list[int]]
+PendingRoute = tuple[Route, Callable[[], tuple[list[int], list[int]]], Callable[[], ValueError], list[int], list[int]]
 """A route, what waits for the numbers of its exchange, what builds the error of all ranks where inputs are wrong, and
 how many numbers go to each rank and come from each."""
 
@@ -61,7 +61,7 @@ class ExpertLayer:
         axes: two axes that ``experts`` is made of, where tokens travel over one after the other; or None.
 
     Attributes:
-        begun_by: what begins the exchanges of dispatch and of combine: see ``overlap_experts``.
+        launch: what begins the exchanges of dispatch and of combine: see ``overlap_experts``.
         agreed: the kinds of inputs that ranks have told each other to have in common.
         drops: what experts have dropped, with a capacity.
     """
@@ -81,7 +81,7 @@ class ExpertLayer:
         self.group = None if experts is None else experts.get_group()
         self.ranks = [get_platform().groups.rank()] if experts is None else experts.ranks.flatten().tolist()
         self.rank = 0 if self.group is None else get_platform().groups.rank(self.group)
-        self.begun_by: tuple[Begin, Begin] = (at_once, at_once)
+        self.launch: tuple[Begin, Begin] = (at_once, at_once)
         self.agreed: set[int] = set()
         self.drops = DropCount()
         self.load = [0] * self.own.experts
@@ -146,52 +146,52 @@ class ExpertLayer:
         )
         parts = {name: local_part(getattr(module, name), self.features) for name in self.own.parameters}
         guests = borrow(self.own.name, self.loans, parts, self.group, deterministic=self.sums is not None)
-        lots = self._lots(tokens, chosen, weights)
-        last = Later(beside)
-        routes = self._routes(module, lots, problem, None if self.style.async_combine else last)
+        chunks = self._chunks(tokens, chosen, weights)
+        last = Once(beside)
+        routes = self._routes(module, chunks, problem, None if self.style.async_combine else last)
         if len(routes) == 1 and not self.style.async_combine:
             own = dict(parts)
-            routes[0].ahead = functools.partial(_hold, own)
+            routes[0].ahead = functools.partial(_defer_weight_gradients, own)
             rows = self._rows(module, routes[0], self.style.dispatch(routes[0], tokens, weights), own, guests)
             out = self.style.combine(routes[0], rows)
         else:
-            out = self._interleaved(module, lots, routes, parts, guests, last)
+            out = self._interleaved(module, chunks, routes, parts, guests, last)
         if isinstance(routes[0], Seated) and module.training and not port().recomputes():
             self.drops.add(routes[0])
         out = restore(port().cast(port().pinned(out, chosen, self.own.name), tokens))
         return out if beside is None else (out, last.result)
 
-    def _lots(self, *inputs: Tensor) -> list[tuple[Tensor, ...]]:
+    def _chunks(self, *inputs: Tensor) -> list[tuple[Tensor, ...]]:
         """Cut the tokens of this rank into as many parts as the style says, the first one token longer or equal."""
-        chunks, tokens = self.style.chunks, len(inputs[0])
-        if chunks == 1:
+        count, tokens = self.style.chunks, len(inputs[0])
+        if count == 1:
             return [inputs]
-        ends = [tokens * place // chunks for place in range(chunks + 1)]
+        ends = [tokens * place // count for place in range(count + 1)]
         return [tuple(each[first:end] for each in inputs) for first, end in itertools.pairwise(ends)]
 
     def _routes(
         self,
         module: Any,
-        lots: Sequence[tuple[Tensor, ...]],
+        chunks: Sequence[tuple[Tensor, ...]],
         problem: str | None,
         meanwhile: Callable[[], None] | None,
     ) -> list[Route]:
         """Plan the ways of all parts; run what there is meanwhile."""
         if self.agreed and self.style.capacity is not None:
-            lot = self._checked(module, lots[0], problem)
-            if self._common(*lot)[0] in self.agreed:  # on all ranks or on none
-                route = self._seated(*lot)
+            chunk = self._checked(module, chunks[0], problem)
+            if self._common(*chunk)[0] in self.agreed:  # on all ranks or on none
+                route = self._seated(*chunk)
                 if meanwhile is not None:
                     meanwhile()
                 return [route]
         elif self.agreed:
-            asked = [self._ask(module, lot, problem) for lot in lots]
+            pending = [self._ask(module, chunk, problem) for chunk in chunks]
             if meanwhile is not None:
                 meanwhile()
-            return [self._plan(each) for each in asked]
+            return [self._plan(each) for each in pending]
         # Ranks that disagree must not begin a second exchange: after the first call they don't.
-        routes = [self._plan(self._ask(module, lot, problem)) for lot in lots]
-        self.agreed.update(self._common(*lot)[0] for lot in lots)
+        routes = [self._plan(self._ask(module, chunk, problem)) for chunk in chunks]
+        self.agreed.update(self._common(*chunk)[0] for chunk in chunks)
         if meanwhile is not None:
             meanwhile()
         return routes
@@ -199,7 +199,7 @@ class ExpertLayer:
     def _interleaved(
         self,
         module: Any,
-        lots: Sequence[tuple[Tensor, ...]],
+        chunks: Sequence[tuple[Tensor, ...]],
         routes: Sequence[Route],
         parts: Mapping[str, Tensor],
         guests: Mapping[str, Tensor],
@@ -207,8 +207,8 @@ class ExpertLayer:
     ) -> Tensor:
         """Compute each part while another one's exchange is under way."""
         held = [dict(parts) for _ in routes]
-        for route, (tokens, _, weights), own in zip(routes, lots, held, strict=True):
-            route.ahead = functools.partial(_hold, own)
+        for route, (tokens, _, weights), own in zip(routes, chunks, held, strict=True):
+            route.ahead = functools.partial(_defer_weight_gradients, own)
             route.begin_dispatch(tokens, weights)
         for route, own in zip(routes, held, strict=True):
             route.begin_combine(self._rows(module, route, route.end_dispatch(), own, guests))
@@ -267,9 +267,9 @@ class ExpertLayer:
         return self(module, rows, chosen.reshape(-1, 1), weights.reshape(-1, 1), beside, problem)
 
     # ---- where tokens go ----
-    def _ask(self, module: Any, lot: Sequence[Tensor], problem: str | None) -> Asked:
+    def _ask(self, module: Any, chunk: Sequence[Tensor], problem: str | None) -> PendingRoute:
         """Begin to tell all ranks what goes to them."""
-        tokens, chosen, weights = lot
+        tokens, chosen, weights = chunk
         f, ranks = port(), len(self.widths)
         problem = problem or inputs.problem(self.own, getattr(module, self.own.second), tokens, chosen, weights)
         if problem:  # this rank takes part without tokens
@@ -283,14 +283,14 @@ class ExpertLayer:
             whole = self.style.deterministic
             slots, shares = choose_holders(slots, self.placement, self.group, self.rank, whole=whole)
         route = self._kind(choices, unknown)(slots, choices, self.widths, self.group)
-        route.begun_by, route.shares = self.begun_by, shares
+        route.launch, route.shares = self.launch, shares
         told = f.message([(kind,), (1,) if problem else unknown + f.not_finite(weights)], slots)
         counts, copies = f.split(f.count(slots, len(self.computed)), self.widths), route.copies()
         parts = zip(counts, copies, [told] * ranks, route.further(counts), strict=True)
         message = f.message([part for *own, further in parts for part in (*own, *further)], slots)
-        own = self.widths[self.rank] + len(TOLD)
+        own = self.widths[self.rank] + len(HEADER)
         to_each, of_each = route.further_sizes()
-        sent = [width + len(TOLD) + more for width, more in zip(self.widths, to_each, strict=True)]
+        sent = [width + len(HEADER) + more for width, more in zip(self.widths, to_each, strict=True)]
         received = [own + more for more in of_each]
 
         def refused() -> ValueError:
@@ -304,23 +304,23 @@ class ExpertLayer:
         f = port()
         return inputs.kind(chosen.shape[-1], f.traits(tokens), f.traits(weights), self.style.settings)
 
-    def _checked(self, module: Any, lot: Sequence[Tensor], problem: str | None) -> Sequence[Tensor]:
+    def _checked(self, module: Any, chunk: Sequence[Tensor], problem: str | None) -> Sequence[Tensor]:
         """Refuse wrong inputs, and on hosts those of another kind than other ranks have: Note [Seats]."""
-        problem = problem or inputs.problem(self.own, getattr(module, self.own.second), *lot)
+        problem = problem or inputs.problem(self.own, getattr(module, self.own.second), *chunk)
         if get_platform().devices.kind == "cpu":
-            kind, words = self._common(*lot)
+            kind, words = self._common(*chunk)
             said = share_bytes(f"{kind} {bool(problem)}".encode(), self.group)
             if problem or len(set(said)) > 1:
-                raise inputs.refusal(self.own.name, problem or "", words, self.ranks, self.group, lot[1])
+                raise inputs.refusal(self.own.name, problem or "", words, self.ranks, self.group, chunk[1])
         if problem:
             raise ValueError(f"{self.own.name}: rank {self.ranks[self.rank]} {problem}.")
-        return lot
+        return chunk
 
     def _seated(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Route:
         """Plan a way that asks no other rank."""
         slots, unknown = port().slots(chosen, self.slots)
         route = self._kind(chosen.shape[-1], unknown)(slots, chosen.shape[-1], self.widths, self.group)
-        route.begun_by = self.begun_by
+        route.launch = self.launch
         return route
 
     def _kind(self, choices: int, unknown: Tensor) -> Callable[..., Route]:
@@ -332,9 +332,9 @@ class ExpertLayer:
             return functools.partial(TwoHops, axes=self.axes)
         return Fast if self.style.combine_tokens == "fast" and choices > 1 else Exact
 
-    def _plan(self, asked: Asked) -> Route:
+    def _plan(self, pending: PendingRoute) -> Route:
         """Wait for what ranks tell each other, which is the layer's one wait of the host; refuse what is wrong."""
-        route, wait, refused, *sizes = asked
+        route, wait, refused, *sizes = pending
         (sent, to_each), (received, of_each) = zip(wait(), sizes, strict=True)
         sent = [Message(list(each), width) for each, width in zip(_parts(sent, to_each), self.widths, strict=True)]
         received = [Message(list(each), self.widths[self.rank]) for each in _parts(received, of_each)]
@@ -348,7 +348,7 @@ class ExpertLayer:
         return route
 
 
-class Later:
+class Once:
     """A function that is called once, and its result."""
 
     def __init__(self, function: Beside | None) -> None:
@@ -360,7 +360,7 @@ class Later:
             self.result = function()
 
 
-def _hold(parts: dict[str, Tensor]) -> None:
+def _defer_weight_gradients(parts: dict[str, Tensor]) -> None:
     """Hold the gradients of weights back until those of tokens travel."""
     for name, part in parts.items():
         parts[name] = port().held(part)

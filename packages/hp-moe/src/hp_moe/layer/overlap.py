@@ -55,7 +55,7 @@ def overlap_experts(model: Any, overlap: Overlap, *, stage: int = 0) -> int:
             )
     for place, (_, layer) in enumerate(layers):
         last = place == len(layers) - 1
-        layer.begun_by = (
+        layer.launch = (
             overlap.wrap_dispatch(at_once, stage=stage),
             overlap.wrap_combine(at_once, last, stage=stage),
         )

@@ -64,7 +64,7 @@ class Seated(Route):
     def begin_dispatch(self, tokens: Tensor, weights: Tensor) -> None:
         f, self.weights = port(), weights
         rows = f.take(f.padded(tokens, len(tokens) + 1), self.taken // self.choices)  # empty seats take the last row
-        self.way = begun(self.begun_by[0], self.group, [self.sent], [self.received], rows, ahead=self.ahead)
+        self.way = begun(self.launch[0], self.group, [self.sent], [self.received], rows, ahead=self.ahead)
 
     def end_dispatch(self) -> Tensor:
         (rows,) = self.way[0].end(*self.way[1])
@@ -72,7 +72,7 @@ class Seated(Route):
 
     def begin_combine(self, rows: Tensor) -> None:
         rows = self._turned(rows, self.own, len(self.widths))
-        self.way = begun(self.begun_by[1], self.group, [self.received], [self.sent], rows)
+        self.way = begun(self.launch[1], self.group, [self.received], [self.sent], rows)
 
     def end_combine(self) -> Tensor:
         f = port()

@@ -21,7 +21,7 @@ from typing import Literal
 Combine = Literal["fast", "exact"]
 DISPATCHERS: tuple[str, ...] = ("all_to_all", "all_gather", "deredundency")
 
-TOLD: tuple[str, ...] = ("copies", "kind", "wrong")
+HEADER: tuple[str, ...] = ("copies", "kind", "wrong")
 """What follows the rows for each expert in a rank's message to another."""
 
 
@@ -88,14 +88,14 @@ class Message:
 
     Attributes:
         rows: for each of the receiver's experts.
-        told: by the names of ``TOLD``.
+        told: by the names of ``HEADER``.
         further: numbers that a route adds.
     """
 
     def __init__(self, numbers: Sequence[int], width: int) -> None:
-        end = width + len(TOLD)
+        end = width + len(HEADER)
         self.rows, self.further = numbers[:width], numbers[end:]
-        self.told = dict(zip(TOLD, numbers[width:end], strict=True))
+        self.told = dict(zip(HEADER, numbers[width:end], strict=True))
 
 
 def fit(received: Sequence[Message]) -> bool:

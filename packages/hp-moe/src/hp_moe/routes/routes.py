@@ -42,7 +42,7 @@ class Route:
         sizes: rows of each expert of this rank; set by ``plan``.
         scale: ``[rows, 1]``, what experts multiply their results by, set by dispatch; None for nothing.
         shares: how many tokens of each source go to which holder of an expert; None without replicas.
-        begun_by: what dispatch and combine call with the function that begins the exchange and its arguments.
+        launch: what dispatch and combine call with the function that begins the exchange and its arguments.
         ahead: called where a dispatch's gradients have arrived: see ``Port.transfer``.
     """
 
@@ -52,7 +52,7 @@ class Route:
 
     def __init__(self, slots: Tensor, choices: int, widths: Sequence[int], group: Any) -> None:
         self.choices, self.widths, self.group = choices, widths, group
-        self.begun_by: tuple[Begin, Begin] = (at_once, at_once)
+        self.launch: tuple[Begin, Begin] = (at_once, at_once)
         self.ahead: Callable[[], None] = _nothing
 
     def copies(self) -> Sequence[Tensor | tuple[int, ...]]:
@@ -103,7 +103,7 @@ def _nothing() -> None:
 
 
 def begun(
-    begun_by: Begin,
+    launch: Begin,
     group: Any,
     sent: Sequence[Sequence[int]],
     received: Sequence[Sequence[int]],
@@ -112,10 +112,10 @@ def begun(
 ) -> tuple[Transfer, Any]:
     """Begin to exchange tensors, each with its rows to and from each rank; return what to end and with what."""
     transfer = port().transfer(group, sent, received)
-    transfer.early = begun_by is not at_once
+    transfer.early = launch is not at_once
     tensors = tuple(transfer.ahead(*tensors))
     ahead()
-    return transfer, begun_by(transfer.begin, *tensors)
+    return transfer, launch(transfer.begin, *tensors)
 
 
 class Exact(Route):
@@ -132,7 +132,7 @@ class Exact(Route):
     def begin_dispatch(self, tokens: Tensor, weights: Tensor) -> None:
         self.weights, plan = weights, self.exchange
         rows = port().spread(tokens, self.order, self.inverse, self.choices)
-        self.way = begun(self.begun_by[0], self.group, [plan.sent], [plan.received], rows, ahead=self.ahead)
+        self.way = begun(self.launch[0], self.group, [plan.sent], [plan.received], rows, ahead=self.ahead)
 
     def end_dispatch(self) -> Tensor:
         f, plan = port(), self.exchange
@@ -146,7 +146,7 @@ class Exact(Route):
         plan = self.exchange
         if not plan.sorted:
             rows = port().spread(rows, self.back, self.there, 1)
-        self.way = begun(self.begun_by[1], self.group, [plan.received], [plan.sent], rows)
+        self.way = begun(self.launch[1], self.group, [plan.received], [plan.sent], rows)
 
     def end_combine(self) -> Tensor:
         (rows,) = self.way[0].end(*self.way[1])
@@ -173,12 +173,12 @@ class Hop:
         self.token, place, self.counts = f.copies(slots, token, tokens, widths)
         self.place = f.take(place, self.order)
 
-    def begin(self, begun_by: Begin, tokens: Tensor, weights: Tensor, ahead: Callable[[], None] = _nothing) -> None:
+    def begin(self, launch: Begin, tokens: Tensor, weights: Tensor, ahead: Callable[[], None] = _nothing) -> None:
         """Begin to send copies of tokens, and for each choice its weight ``[choices, 1]`` and its copy's place."""
         f, plan = port(), self.exchange
         own = f.spread(weights, self.order, self.inverse, 1)
         self.way = begun(
-            begun_by,
+            launch,
             self.group,
             [plan.copies_sent, plan.sent, plan.sent],
             [plan.copies_received, plan.received, plan.received],
@@ -201,10 +201,10 @@ class Hop:
         self.count = len(copies)
         return copies, places, own
 
-    def begin_back(self, begun_by: Begin, sums: Tensor) -> None:
+    def begin_back(self, launch: Begin, sums: Tensor) -> None:
         """Begin to send each copy's sum back."""
         plan = self.exchange
-        self.way = begun(begun_by, self.group, [plan.copies_received], [plan.copies_sent], sums)
+        self.way = begun(launch, self.group, [plan.copies_received], [plan.copies_sent], sums)
 
     def end_back(self) -> Tensor:
         """Sum those of each token."""
@@ -229,14 +229,14 @@ class Fast(Route):
         self.sizes = self.hop.exchange.sizes
 
     def begin_dispatch(self, tokens: Tensor, weights: Tensor) -> None:
-        self.hop.begin(self.begun_by[0], tokens, weights.reshape(-1, 1), self.ahead)
+        self.hop.begin(self.launch[0], tokens, weights.reshape(-1, 1), self.ahead)
 
     def end_dispatch(self) -> Tensor:
         copies, self.places, self.scale = self.hop.end()
         return port().take(copies, self.places)
 
     def begin_combine(self, rows: Tensor) -> None:
-        self.hop.begin_back(self.begun_by[1], port().summed(rows, self.places, self.hop.count))
+        self.hop.begin_back(self.launch[1], port().summed(rows, self.places, self.hop.count))
 
     def end_combine(self) -> Tensor:
         return self.hop.end_back()

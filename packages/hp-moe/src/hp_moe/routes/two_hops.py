@@ -101,7 +101,7 @@ class TwoHops(Route):
         self.sizes = self.exchange.sizes
 
     def begin_dispatch(self, tokens: Tensor, weights: Tensor) -> None:
-        self.outer.begin(self.begun_by[0], tokens, weights.reshape(-1, 1), self.ahead)
+        self.outer.begin(self.launch[0], tokens, weights.reshape(-1, 1), self.ahead)
 
     def end_dispatch(self) -> Tensor:
         f, own = port(), self.axes.place[0]
@@ -115,7 +115,7 @@ class TwoHops(Route):
 
     def begin_combine(self, rows: Tensor) -> None:
         self.inner.begin_back(at_once, port().summed(rows, self.places, self.inner.count))
-        self.outer.begin_back(self.begun_by[1], self.inner.end_back())
+        self.outer.begin_back(self.launch[1], self.inner.end_back())
 
     def end_combine(self) -> Tensor:
         return self.outer.end_back()

@@ -16,7 +16,7 @@ from hp_moe.port import Traits, Transfer
 from hp_moe.torch import migration, pieces
 from hp_moe.torch.balance import recomputes as recomputes
 from hp_moe.torch.exchange import Combined, Pinned, Recomputed, Repeated, Spread, Summed, SwiGlu
-from hp_moe.torch.transfer import Gathered, Nowhere, Scattered, Travel
+from hp_moe.torch.transfer import AsyncExchange, Gathered, NoExchange, Scattered
 from hp_platform import get_platform
 from hp_platform.torch import grouped as products
 
@@ -218,7 +218,7 @@ def spread(rows: T, order: T, inverse: T, times: int) -> T:
 
 def transfer(group: Any, sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]) -> Transfer:
     """Plan to exchange tensors."""
-    return Nowhere() if group is None else Travel(group, sent, received)
+    return NoExchange() if group is None else AsyncExchange(group, sent, received)
 
 
 def exchange(rows: T, sent: Sequence[int], received: Sequence[int], group: Any) -> T:

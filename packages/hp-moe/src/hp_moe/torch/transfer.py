@@ -21,7 +21,7 @@ from hp_platform.torch.heavy import exchanged
 T = torch.Tensor
 
 
-class Nowhere:
+class NoExchange:
     """No exchange: this rank alone."""
 
     early = False
@@ -32,7 +32,7 @@ class Nowhere:
     begin = end = ahead
 
 
-class Travel:
+class AsyncExchange:
     """One exchange of tensors.
 
     Args:
@@ -97,14 +97,14 @@ class _Kept:
         self.handle.wait()
 
 
-def _unchanged(ctx: Any, travel: Travel, tensors: Sequence[T]) -> tuple[T, ...]:
+def _unchanged(ctx: Any, exchange: AsyncExchange, tensors: Sequence[T]) -> tuple[T, ...]:
     out = tuple(each.view_as(each) for each in tensors)
-    _prepare(ctx, travel, out)
+    _prepare(ctx, exchange, out)
     return out
 
 
-def _prepare(ctx: Any, travel: Travel, out: Sequence[T]) -> None:
-    ctx.travel = travel
+def _prepare(ctx: Any, exchange: AsyncExchange, out: Sequence[T]) -> None:
+    ctx.exchange = exchange
     ctx.mark_non_differentiable(*(each for each in out if not each.is_floating_point()))
 
 
@@ -112,13 +112,13 @@ class _Ahead(torch.autograd.Function):
     """Where gradients have arrived."""
 
     @staticmethod
-    def forward(ctx: Any, travel: Travel, *tensors: T) -> tuple[T, ...]:
-        return _unchanged(ctx, travel, tensors)
+    def forward(ctx: Any, exchange: AsyncExchange, *tensors: T) -> tuple[T, ...]:
+        return _unchanged(ctx, exchange, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:
-        ctx.travel.wait()
+        ctx.exchange.wait()
         return None, *gradients
 
 
@@ -126,31 +126,31 @@ class _Begin(torch.autograd.Function):
     """Where tensors leave."""
 
     @staticmethod
-    def forward(ctx: Any, travel: Travel, *tensors: T) -> tuple[T, ...]:
-        out = tuple(travel.send(tensors))
-        _prepare(ctx, travel, out)
+    def forward(ctx: Any, exchange: AsyncExchange, *tensors: T) -> tuple[T, ...]:
+        out = tuple(exchange.send(tensors))
+        _prepare(ctx, exchange, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:
-        returning, ctx.travel.returning = ctx.travel.returning, None
-        return None, *(ctx.travel.send_back(gradients) if returning is None else returning)
+        returning, ctx.exchange.returning = ctx.exchange.returning, None
+        return None, *(ctx.exchange.send_back(gradients) if returning is None else returning)
 
 
 class _End(torch.autograd.Function):
     """Where tensors have arrived."""
 
     @staticmethod
-    def forward(ctx: Any, travel: Travel, *tensors: T) -> tuple[T, ...]:
-        travel.wait()
-        return _unchanged(ctx, travel, tensors)
+    def forward(ctx: Any, exchange: AsyncExchange, *tensors: T) -> tuple[T, ...]:
+        exchange.wait()
+        return _unchanged(ctx, exchange, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: T) -> tuple[T | None, ...]:
-        if not ctx.travel.early:
-            ctx.travel.returning = ctx.travel.send_back(gradients)
+        if not ctx.exchange.early:
+            ctx.exchange.returning = ctx.exchange.send_back(gradients)
         return None, *gradients  # of the shapes of what arrived: those that travel are handed out by `_Begin`
 
 

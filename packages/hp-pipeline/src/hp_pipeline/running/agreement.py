@@ -25,7 +25,7 @@ from hp_platform.extend import FailedRankError, agree, share_bytes
 _POLL = 0.1
 
 
-class GivingUp:
+class StallWatchdog:
     """A thread that gives a run up when this rank has failed and its steps don't go on; a context manager.
 
     Args:
@@ -37,7 +37,7 @@ class GivingUp:
         self._moved = 0.0
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> GivingUp:
+    def __enter__(self) -> StallWatchdog:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -30,9 +30,9 @@ from hp_pipeline.orders.checking import parts_of
 from hp_pipeline.orders.pipeline import SHARDING, SWAPPING, MetaStep, MetaStepType, Order, Pipeline
 from hp_pipeline.orders.simulation import halves
 from hp_pipeline.port import Swapper, port
-from hp_pipeline.running.agreement import Agreement, GivingUp, PipelineError, gave_up
+from hp_pipeline.running.agreement import Agreement, PipelineError, StallWatchdog, gave_up
 from hp_pipeline.running.overlap import CommComputeOverlap
-from hp_pipeline.running.slices import KEYWORD, Arrived, Flow, SequenceState, whole_losses
+from hp_pipeline.running.slices import KEYWORD, Arrived, MicroBatchState, SequenceState, whole_losses
 from hp_pipeline.running.stage_memory import MOVES, ShardedStage
 from hp_pipeline.stages.stage import PipelineStage, SharedParameters
 from hp_platform import LostRankError
@@ -76,7 +76,7 @@ class Runner:
     """
 
     settings: Settings
-    patience: GivingUp
+    patience: StallWatchdog
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Runner:
         self.receipts: dict[tuple[Key, Piece], list[tuple[Key, Piece]]] = {}
         self.program: list[Callable[[], None]] = []
         # Of the run under way:
-        self.flows: dict[tuple[int, Piece], Flow] = {}
+        self.flows: dict[tuple[int, Piece], MicroBatchState] = {}
         self.inbox: dict[tuple[int, int, Piece], Message] = {}
         self.outbox: dict[tuple[int, int, Piece], Message] = {}
         self.dead: set[tuple[int, int, Piece]] = set()
@@ -246,7 +246,7 @@ class Runner:
                 self.dead.add((source, target, piece))
 
     def _forward(self, stage: int, piece: Piece) -> None:
-        flow = self.flows[stage, piece] = Flow()
+        flow = self.flows[stage, piece] = MicroBatchState()
         args, kwargs = self.batches[piece]
         recording = port().recording() if self.pipeline.has_backward else port().without_gradients()
         deferring: Any = contextlib.nullcontext()
@@ -289,7 +289,7 @@ class Runner:
         else:
             self.losses[piece] = result
 
-    def _trains(self, stage: int, flow: Flow) -> bool:
+    def _trains(self, stage: int, flow: MicroBatchState) -> bool:
         """Tell whether something that a stage computes with needs gradients."""
         weights = port().named_parameters(self.stages[stage].submodule).values()
         inputs = [tensor for arrived in flow.arrivals for tensor in arrived.arrival.tensors]
@@ -391,7 +391,7 @@ class Runner:
         self.shared.set_aside()
         self.batches = batches
         try:
-            with GivingUp(settings.patience) as self.patience:
+            with StallWatchdog(settings.patience) as self.patience:
                 losses = self._run()
                 present = self.ranks.end(self.failure, self.text, self.shared.present())
         except FailedRankError as error:  # of another rank's failure an own one is a consequence

@@ -293,7 +293,7 @@ def whole_losses(losses: Sequence[Any], slices: int, *, mean: bool) -> list[Any]
 # ---- state of a micro-batch between its steps ----
 
 
-class Flow:
+class MicroBatchState:
     """What a stage keeps of one piece between its steps.
 
     Attributes:

@@ -17,7 +17,7 @@ from typing import Any
 from hp_pipeline.orders.lowering import lower
 from hp_pipeline.orders.pipeline import COMPUTE, SHARDING, SWAPPING, MetaStepType, Order, Pipeline, compute_parts
 from hp_pipeline.port import ShardedModule, Swapper, port
-from hp_pipeline.running.slices import Flow
+from hp_pipeline.running.slices import MicroBatchState
 
 _T = MetaStepType
 
@@ -132,7 +132,7 @@ def refuse_order(order: Order, rank: int, stages: Collection[tuple[int, Any]], o
     )
 
 
-MOVES: dict[_T, Callable[[Flow], None]] = {
+MOVES: dict[_T, Callable[[MicroBatchState], None]] = {
     _T.OFFLOAD: lambda flow: flow.swap.launch_offload(),
     _T.WAIT_OFFLOAD: lambda flow: flow.swap.wait_offload(),
     _T.LOAD: lambda flow: flow.swap.launch_load(),

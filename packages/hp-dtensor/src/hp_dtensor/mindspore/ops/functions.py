@@ -33,7 +33,7 @@ def bind(
     """Bind kernels to a rule.
 
     Example:
-        >>> bind("whole_dims", "Softmax", shapes.same, "input dim=-1", "input")
+        >>> bind("replicated_dim", "Softmax", shapes.same, "input dim=-1", "input")
 
     Args:
         rule: name of a rule of ``hp_dtensor.rules``, or ``"view"``.
@@ -73,7 +73,7 @@ def _bind_pointwise() -> None:
     bind("mul", "Mul Muls", shapes.broadcast)
     bind("div", "Div Divs RealDiv", shapes.broadcast)
     bind("linear_unary", "Neg Clone Contiguous Copy Identity StopGradient ContiguousView", shapes.same)
-    bind("forgetful", "ZerosLike ZerosLikeExt OnesLike OnesLikeExt FullLike", shapes.same)
+    bind("value_independent", "ZerosLike ZerosLikeExt OnesLike OnesLikeExt FullLike", shapes.same)
     bind("add", "InplaceAddExt InplaceAddsExt InplaceSubExt InplaceSubScalar", shapes.same, in_place=True)
     bind("add", "InplaceCopy Assign AssignAdd AssignSub", shapes.same, in_place=True)
     bind("mul", "InplaceMul InplaceMuls", shapes.same, in_place=True)
@@ -204,14 +204,20 @@ def _bind_reductions() -> None:
     bind("whole_reduction", chosen, shapes.one_reduced, "input dim=None keepdim=False", "input")
     extremes = "ArgMaxWithValue ArgMinWithValue MaxDim MinDim"
     bind("whole_reduction", extremes, shapes.reduced_twice, "input dim=0 keepdim=False", "input")
-    bind("whole_dims", "Softmax LogSoftmax LogSoftmaxExt", shapes.same, "input dim=-1 dtype=None", "input")
+    bind("replicated_dim", "Softmax LogSoftmax LogSoftmaxExt", shapes.same, "input dim=-1 dtype=None", "input")
     bind("linear_whole_dims", "CumsumExt CumSum", shapes.same, "input dim exclusive=False reverse=False", "input")
-    bind("whole_dims", "CumProd", shapes.same, "input dim exclusive=False reverse=False", "input")
-    bind("whole_dims", "Cummax Cummin CummaxExt CumminExt", lambda call: [call.shape] * 2, "input dim", "input")
+    bind("replicated_dim", "CumProd", shapes.same, "input dim exclusive=False reverse=False", "input")
+    bind("replicated_dim", "Cummax Cummin CummaxExt CumminExt", lambda call: [call.shape] * 2, "input dim", "input")
     by_axis = {"arguments": lambda call: {"dim": call.attributes["axis"]}}
-    bind("whole_dims", "Sort", lambda call: [call.shape] * 2, "input", "input", **by_axis)
-    bind("whole_dims", "SortExt", lambda call: [call.shape] * 2, "input dim=-1 descending=False stable=False", "input")
-    bind("whole_dims", "TopK TopkExt", shapes.top, "input k dim=-1 largest=True sorted=True", "input")
+    bind("replicated_dim", "Sort", lambda call: [call.shape] * 2, "input", "input", **by_axis)
+    bind(
+        "replicated_dim",
+        "SortExt",
+        lambda call: [call.shape] * 2,
+        "input dim=-1 descending=False stable=False",
+        "input",
+    )
+    bind("replicated_dim", "TopK TopkExt", shapes.top, "input k dim=-1 largest=True sorted=True", "input")
 
 
 def _bind_moves() -> None:
@@ -254,7 +260,7 @@ def _bind_moves() -> None:
     bind("linear_whole_dims", "Triu Tril TrilExt", shapes.same, "input diagonal=0", "input", arguments=local.last_two)
     bind("linear_whole_dims", "Tile", shapes.tiled, arguments=local.tile_arguments)
     bind("unbind", "Unstack", _unstacked_by_axis, "input", "input", arguments=lambda c: {"dim": c.attributes["axis"]})
-    bind("moved_whole_dims", "ReverseV2", shapes.same, "input dim", "input")
+    bind("moved_replicated_dim", "ReverseV2", shapes.same, "input dim", "input")
     bind("pad", "PadV3", shapes.padded, "input paddings value=None", "input", arguments=local.pad_arguments)
     bind("unbind", "UnstackExtView UnstackExt", shapes.unstacked, "input dim=0", "input")
     bind(

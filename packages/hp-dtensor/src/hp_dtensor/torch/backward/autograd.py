@@ -143,8 +143,8 @@ def of_parts(grad: torch.Tensor, spec: TensorSpec, parts: tuple[bool, ...]) -> t
 __all__ = [
     "AsView",
     "GradientMoved",
-    "arriving",
-    "bring_gradients",
+    "arriving_gradients",
+    "finish_gradients",
     "convert",
     "grad_spec",
     "move",
@@ -181,9 +181,9 @@ _COUNTING = frozenset(
 )
 """What ``register_multi_grad_hook`` registers: hooks that tell one backward from another."""
 
-waiting: dict[int, Callable[[], None]] = {}
+pending_redistributions: dict[int, Callable[[], None]] = {}
 """The function that ends each pending redistribution: Note [A pending DTensor] in `hp_dtensor.torch.moves.transfer`."""
-arriving: dict[Any, Callable[[], None]] = {}
+arriving_gradients: dict[Any, Callable[[], None]] = {}
 """The functions that wait for gradients in flight, before a scaler, ``zero_grad`` or a user reads or sets one."""
 _pending: dict[int, tuple[Any, tuple[bool, ...], torch.Tensor, int]] = {}
 """By the shadow's id: the leaf, the axes, the shadow, and the backward that it collected in."""
@@ -191,15 +191,15 @@ _tasks: list[int | None] = [None]
 _NONE: Any = MappingProxyType({})
 
 
-def bring_gradients() -> None:
+def finish_gradients() -> None:
     """Wait for the gradients that are in flight."""
-    for bring in list(arriving.values()):
+    for bring in list(arriving_gradients.values()):
         bring()
 
 
 def local_mode() -> Any:
     """Return a context in which DTensors act as their local tensors and none is pending."""
-    for end in list(waiting.values()):
+    for end in list(pending_redistributions.values()):
         end()
     return torch._C.DisableTorchFunctionSubclass()
 

@@ -25,7 +25,7 @@ from torch.autograd import graph
 from torch.autograd.graph import GradientEdge
 
 from hp_dtensor.torch.backward import autograd
-from hp_dtensor.torch.backward.own_functions import going_on
+from hp_dtensor.torch.backward.autograd_functions import going_on
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
 from hp_platform import collectives, get_platform
 

@@ -31,7 +31,7 @@ from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, grad_spec,
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.redistribution.transfer import Box, Move, Transfer, plan_transfer
 from hp_dtensor.torch.backward import autograd
-from hp_dtensor.torch.backward.autograd import waiting
+from hp_dtensor.torch.backward.autograd import pending_redistributions
 from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.torch.moves.redistribute import as_movable, execute
 from hp_dtensor.torch.views.kept import drop
@@ -126,14 +126,14 @@ def aside(x: DTensor, run: Callable[[], DTensor]) -> DTensor:
     result._ready = event  # type: ignore[attr-defined]
     result.__class__ = PendingDTensor
     key = id(result)
-    reference = weakref.ref(result, lambda _: waiting.pop(key, None))
+    reference = weakref.ref(result, lambda _: pending_redistributions.pop(key, None))
 
     def ended() -> None:
         found = reference()
         if found is not None:
             finish(found)
 
-    waiting[key] = ended
+    pending_redistributions[key] = ended
     return result
 
 
@@ -142,7 +142,7 @@ def finish(x: torch.Tensor) -> None:
     if type(x) is not PendingDTensor:
         return
     x.__class__ = DTensor  # type: ignore[assignment]
-    waiting.pop(id(x), None)
+    pending_redistributions.pop(id(x), None)
     current = get_platform().devices.device_module().current_stream()
     current.wait_event(vars(x).pop("_ready"))
     _keep(x, current)

@@ -71,7 +71,7 @@ def bind(rule: str, functions: Any, signature: str | None = None, operands: str 
     """Bind torch functions to a rule.
 
     Example:
-        >>> bind("whole_dims", torch.cumsum, "input dim dtype=None", "input")
+        >>> bind("replicated_dim", torch.cumsum, "input dim dtype=None", "input")
 
     Args:
         rule: name of a rule of ``hp_dtensor.rules``, or ``"view"``.
@@ -162,7 +162,7 @@ def _bind_pointwise() -> None:
     bind("pointwise", "type_as", like=True)
     bind("maximum", "maximum")
     bind("minimum", "minimum")
-    bind("forgetful", "zeros_like ones_like full_like empty_like")
+    bind("value_independent", "zeros_like ones_like full_like empty_like")
 
 
 def _bind_products() -> None:
@@ -225,15 +225,15 @@ def _bind_reductions() -> None:
     bind("statistics", "var std var_mean std_mean", statistics, "input", arguments=local.statistics_arguments)
     bind("whole_reduction", torch.linalg.vector_norm, "x ord=2 dim=None keepdim=False dtype=None", "x")
     bind("histogram", "histc", "input bins=100 min=0 max=0", "input")
-    bind("whole_dims", "softmax log_softmax", "input dim=-1 dtype=None", "input")
-    bind("whole_dims", [F.softmax, F.log_softmax, F.softmin], "input dim=-1 _stacklevel=3 dtype=None", "input")
-    bind("whole_dims", "cummax cummin cumprod logcumsumexp", "input dim dtype=None", "input")
-    bind("whole_dims", "sort argsort", "input dim=-1 descending=False stable=False", "input")
-    bind("whole_dims", "topk", "input k dim=-1 largest=True sorted=True", "input")
-    bind("whole_dims", "kthvalue", "input k dim=-1 keepdim=False", "input", arguments=local.all_dims)
+    bind("replicated_dim", "softmax log_softmax", "input dim=-1 dtype=None", "input")
+    bind("replicated_dim", [F.softmax, F.log_softmax, F.softmin], "input dim=-1 _stacklevel=3 dtype=None", "input")
+    bind("replicated_dim", "cummax cummin cumprod logcumsumexp", "input dim dtype=None", "input")
+    bind("replicated_dim", "sort argsort", "input dim=-1 descending=False stable=False", "input")
+    bind("replicated_dim", "topk", "input k dim=-1 largest=True sorted=True", "input")
+    bind("replicated_dim", "kthvalue", "input k dim=-1 keepdim=False", "input", arguments=local.all_dims)
     bind("linear_whole_dims", "cumsum", "input dim dtype=None", "input")
-    bind("whole_dims", F.normalize, "input p=2 dim=1 eps=None out=None", "input")
-    bind("whole_dims", F.glu, "input dim=-1", "input")
+    bind("replicated_dim", F.normalize, "input p=2 dim=1 eps=None out=None", "input")
+    bind("replicated_dim", F.glu, "input dim=-1", "input")
 
 
 def _bind_moves() -> None:
@@ -248,14 +248,14 @@ def _bind_moves() -> None:
     bind("expand", "expand broadcast_to", local=local.expand)
     bind("cat", "cat concat concatenate", "tensors dim=0", "tensors")
     bind("stack", "stack", "tensors dim=0", "tensors")
-    bind("moved_whole_dims", "flip", "input dims", "input", arguments=local.flip_arguments)
-    bind("moved_whole_dims", "roll", "input shifts dims=None", "input", arguments=local.flip_arguments)
+    bind("moved_replicated_dim", "flip", "input dims", "input", arguments=local.flip_arguments)
+    bind("moved_replicated_dim", "roll", "input shifts dims=None", "input", arguments=local.flip_arguments)
     bind("linear_whole_dims", "tril triu", "input diagonal=0", "input", arguments=local.last_two)
-    bind("moved_whole_dims", "split split_with_sizes tensor_split", "input split_size_or_sections dim=0", "input")
-    bind("moved_whole_dims", "chunk unsafe_chunk", "input chunks dim=0", "input")
-    bind("moved_whole_dims", "narrow", "input dim start length", "input")
+    bind("moved_replicated_dim", "split split_with_sizes tensor_split", "input split_size_or_sections dim=0", "input")
+    bind("moved_replicated_dim", "chunk unsafe_chunk", "input chunks dim=0", "input")
+    bind("moved_replicated_dim", "narrow", "input dim start length", "input")
     bind(
-        "moved_whole_dims",
+        "moved_replicated_dim",
         "repeat_interleave",
         "input repeats dim=None output_size=None",
         "input",
@@ -310,7 +310,7 @@ def _bind_neural() -> None:
         "input running_mean running_var weight bias",
         arguments=lambda call: {"free": range(len(call.specs[0].shape))},
     )
-    bind("whole_dims", torch.ops.aten._safe_softmax.default, "input dim dtype=None", "input")
+    bind("replicated_dim", torch.ops.aten._safe_softmax.default, "input dim dtype=None", "input")
 
 
 _bind_pointwise()

@@ -86,7 +86,7 @@ def drop(x: Any) -> None:
         x.__dict__.pop("_reads", None)
 
 
-def hand_out(x: Any) -> None:
+def stop_keeping(x: Any) -> None:
     """Store nothing for ``x`` from now on: it may be written without a change of its version counter."""
     x.__dict__["_reads"] = HANDED_OUT
 

@@ -133,7 +133,7 @@ class ParameterGroup(Group["RootContext"]):
     def bucket(self, plan: BucketPlan, axes: DataAxes) -> Bucket:
         return Bucket(plan, axes, self.options, self.class_name)
 
-    def stand_ins(self) -> Iterator[tuple[Any, ManagedParameter]]:
+    def registered_tensors(self) -> Iterator[tuple[Any, ManagedParameter]]:
         for parameter, standing in zip(self.parameters, self.standing):
             parameter.check_place(standing, self.class_name)
             yield parameter.parameter, parameter

@@ -138,9 +138,9 @@ class Bucket:
         if self.deterministic:
             for parameter in self.parameters:
                 mark_in_blocks(parameter.sharded)
-        self.note_places()
+        self.note_registrations()
 
-    def note_places(self) -> None:
+    def note_registrations(self) -> None:
         """Record where the parameters are registered."""
         self.sharded_places, self.sharded_attributes = _places((p, p.sharded) for p in self.parameters)
         if self.prepared:

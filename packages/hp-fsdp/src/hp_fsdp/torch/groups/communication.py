@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hp_fsdp.ranks.axes import DataAxes, Separate
+from hp_fsdp.ranks.axes import DataAxes, ReduceScatterGroup
 from hp_platform import collectives, get_platform
 
 
@@ -45,11 +45,11 @@ class Communication:
         own = target[place * size : (place + 1) * size]
         own.copy_(piece)
         work = self.gather(output_tensor=target, input_tensor=own, group=group, async_op=True)
-        return _Landing(work, (target, own), lambda: full.copy_(target))
+        return _CopyBack(work, (target, own), lambda: full.copy_(target))
 
     def reduce_scatter(self, buffer: torch.Tensor, size: int, op: str, axes: DataAxes) -> tuple[torch.Tensor, Any]:
         """Start a reduction; returns the piece that is to be filled, and a handle."""
-        group = Separate.of(axes).group if self.separate_group else axes.shard_group
+        group = ReduceScatterGroup.of(axes).group if self.separate_group else axes.shard_group
         if self.scatter is None:
             piece = torch.empty(size, dtype=buffer.dtype, device=buffer.device)
             return piece, collectives.reduce_scatter(piece, buffer, op, group=group, async_op=True)
@@ -58,7 +58,7 @@ class Communication:
         piece = self.scatter.allocate((size,), dtype=buffer.dtype, device=buffer.device)
         source.copy_(buffer)
         work = self.scatter(output_tensor=piece, input_tensor=source, group=group, op=dist.ReduceOp.SUM, async_op=True)
-        return piece, _Landing(work, (source, piece), None)
+        return piece, _CopyBack(work, (source, piece), None)
 
     def operation(self, op: str, divisor: float | None, axes: DataAxes) -> tuple[str, float | None]:
         """Return the operation to reduce with, and the divisor of its result."""
@@ -81,7 +81,7 @@ class Communication:
         module.current_stream().wait_stream(self.stream)
 
 
-class _Landing:
+class _CopyBack:
     """A collective of the user's, and the work after it."""
 
     def __init__(self, work: Any, tensors: Sequence[torch.Tensor], land: Callable[[], Any] | None) -> None:

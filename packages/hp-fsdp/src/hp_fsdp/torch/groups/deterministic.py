@@ -219,7 +219,7 @@ class Exchange:
         reduced = total / ranks if self.op == "avg" and ranks > 1 else total.clone()
         self.sent, self.received = [], []
         self.handed = True
-        return self.gradients.hand_out(reduced, self.missing, self.divisor)
+        return self.gradients.assign_gradients(reduced, self.missing, self.divisor)
 
     def abandon(self) -> None:
         """Wait for the collectives under way."""

@@ -166,7 +166,7 @@ class GradientBuffer:
             self.accumulated = None
             self.storage.resize_(0)
 
-    def hand_out(self, reduced: torch.Tensor, missing: Sequence[int], divisor: float | None) -> bool:
+    def assign_gradients(self, reduced: torch.Tensor, missing: Sequence[int], divisor: float | None) -> bool:
         """Give the sharded parameters their gradients, or add to theirs.
 
         Args:
@@ -232,7 +232,7 @@ class GradientBuffer:
             _set_grad(parameter.unsharded, None)
             flat[offset : offset + parameter.numel].copy_(parameter.flattened(gradient))
         communication.run_hook(flat)
-        if not self.hand_out(flat, missing, self.divisor):
+        if not self.assign_gradients(flat, missing, self.divisor):
             self.arrive()
 
     def _assign(self, pieces: Sequence[torch.Tensor | None]) -> None:
@@ -343,7 +343,7 @@ class Reduction:
         self.handed = True
         if gradients.communication is not None:
             gradients.communication.run_hook(self.piece)
-        return gradients.hand_out(self.piece, self.missing, self.divisor)
+        return gradients.assign_gradients(self.piece, self.missing, self.divisor)
 
     def abandon(self) -> None:
         """Wait for the collective under way and drop its result."""

@@ -80,7 +80,7 @@ class ParameterGroup(Group[C]):
     def bucket(self, plan: BucketPlan, axes: DataAxes) -> Bucket:
         return Bucket(plan, axes, self.device, self.options, self.class_name)
 
-    def stand_ins(self) -> Iterator[tuple[Any, ManagedParameter]]:
+    def registered_tensors(self) -> Iterator[tuple[Any, ManagedParameter]]:
         for parameter in self.parameters:
             yield parameter.sharded, parameter
             if parameter.unsharded is not None:
@@ -90,7 +90,7 @@ class ParameterGroup(Group[C]):
         if parameters and self.device.type == "meta":  # parameters that join later have memory
             self.device = parameters[0].original.device  # type: ignore[union-attr]
         for bucket in self.buckets:  # of which parameters may stand in new places
-            bucket.note_places()
+            bucket.note_registrations()
         super().add(parameters)
         if self.communication is not None:
             self.communicate_by(self.communication)

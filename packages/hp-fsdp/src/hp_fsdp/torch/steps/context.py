@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_dtensor.torch.extend import Mark, arriving, explaining, marks
+from hp_dtensor.torch.extend import Mark, arriving_gradients, explaining, marks
 from hp_fsdp.steps.context import Context
 from hp_fsdp.torch.groups.bucket import FREED
 from hp_fsdp.torch.groups.group import ParameterGroup, Started
@@ -193,7 +193,7 @@ class RootContext(Context[ParameterGroup["RootContext"]]):
             self.trace.append(("reduce", group, perf_counter_ns()))
             self.reductions += [(reduction, group) for reduction in reductions]
             # In the order of backward passes, which all ranks share: advancing may start a collective.
-            arriving[self] = self.bring_gradients
+            arriving_gradients[self] = self.finish_gradients
 
     def advance(self, spare: int = 0) -> None:
         """Advance each reduction under way by one step.
@@ -215,7 +215,7 @@ class RootContext(Context[ParameterGroup["RootContext"]]):
                     self.trace.append(("reduced", group, perf_counter_ns()))
         self.reductions, self.advancing = left, False
         if not left:
-            arriving.pop(self, None)
+            arriving_gradients.pop(self, None)
 
     def reduce_collected(self) -> None:
         """Start the reductions of what backward passes without one have left, of all groups."""
@@ -234,7 +234,7 @@ class RootContext(Context[ParameterGroup["RootContext"]]):
         while any(group.waits or not put_off for _, group in self.reductions):
             self.advance()
 
-    def bring_gradients(self) -> None:
+    def finish_gradients(self) -> None:
         """Wait for reductions before a gradient is read or set, except in a backward pass and its hooks."""
         if not self.backward and not self.advancing:
             self.drain()
@@ -258,7 +258,7 @@ class RootContext(Context[ParameterGroup["RootContext"]]):
             reduction.abandon()
         self.reductions.clear()
         self.advancing = False
-        arriving.pop(self, None)
+        arriving_gradients.pop(self, None)
         super().abandon()
 
 
@@ -317,7 +317,7 @@ def hsdp_sync_stream() -> None:
     do so, because with replicas a second reduction follows the first. On a device the current stream waits, not the
     host.
     """
-    for context in list(arriving):
+    for context in list(arriving_gradients):
         context.drain()
 
 

@@ -56,7 +56,7 @@ def _lengths(parts: Sequence[T]) -> tuple[int, ...]:
 
 
 @dataclass
-class Settling:
+class AttentionAgreement:
     """Comparison of a module's attention over the ranks, in one call.
 
     Attributes:

@@ -21,7 +21,7 @@ from hp_dtensor import DeviceMesh, DTensor
 from hp_dtensor.torch.extend import backward
 from hp_styles.context.plan import kv_copies, split_degrees
 from hp_styles.context.rounds import Rounds
-from hp_styles.torch.context.agreement import Settling, end_round, zeros_like_queries
+from hp_styles.torch.context.agreement import AttentionAgreement, end_round, zeros_like_queries
 from hp_styles.torch.context.call import Call, Seen
 from hp_styles.torch.context.exchange import Exchange, SequenceGroup, Transfer, exchange, like
 from hp_styles.torch.context.ring import Logits, Ring, no_autocast, ring_attention, whole_attention
@@ -189,7 +189,7 @@ def _cast(*tensors: T) -> tuple[T, ...]:
 
 def attend(
     group: ContextGroup,
-    settling: Settling,
+    settling: AttentionAgreement,
     arriving: Mapping[str, Transfer],
     query: T,
     key: T,
@@ -235,7 +235,9 @@ def attend(
     return like(out, query) if settling.round.late is None else zeros_like_queries(query, value)
 
 
-def attend_inside(group: ContextGroup, settling: Settling, query: T, key: T, value: T, *args: Any, **options: Any) -> T:
+def attend_inside(
+    group: ContextGroup, settling: AttentionAgreement, query: T, key: T, value: T, *args: Any, **options: Any
+) -> T:
     """Attention over the ring alone, of q, k and v that have been exchanged for a part of the heads already.
 
     Args:
@@ -301,7 +303,7 @@ class _Ring(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             rounds = self.group.rounds
             call = Call("context_parallel", lengths=self.lengths)
-            settling = Settling(self.group, 0, rounds, self.group.compared_degrees, call, rounds.current)
+            settling = AttentionAgreement(self.group, 0, rounds, self.group.compared_degrees, call, rounds.current)
             return attend(self.group, settling, {}, *args, **(kwargs or {}))
         if func in (torch.Tensor.backward, torch.autograd.backward):  # layers that are recomputed need the mode as well
             end_round(self.group.rounds.current, self.group.rounds)

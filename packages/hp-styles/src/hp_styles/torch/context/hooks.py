@@ -24,7 +24,7 @@ from hp_dtensor import DeviceMesh, DTensor
 from hp_styles.context.plan import Settings
 from hp_styles.context.rounds import Rounds
 from hp_styles.inputs import check_output, find_input, hook, with_inputs
-from hp_styles.torch.context.agreement import Settling, end_round
+from hp_styles.torch.context.agreement import AttentionAgreement, end_round
 from hp_styles.torch.context.attention import ContextGroup, attend, attend_inside, capped_attention
 from hp_styles.torch.context.call import Call, call_of, left_out, mapped, refuse_compiled
 from hp_styles.torch.context.exchange import CUT, Transfer, like
@@ -49,7 +49,7 @@ class _Frame:
     """
 
     module: nn.Module
-    settling: Settling
+    settling: AttentionAgreement
     mode: _Attention | None = None
     early: tuple[str, ...] = ()
     arriving: dict[str, Transfer] = field(default_factory=dict)
@@ -196,11 +196,13 @@ def _cut_otherwise(mesh: DeviceMesh, load_balance: bool, args: Any, kwargs: dict
     return None
 
 
-def _settling(module: nn.Module, group: ContextGroup, call: Call, args: Any, kwargs: Any, early: bool) -> Settling:
+def _settling(
+    module: nn.Module, group: ContextGroup, call: Call, args: Any, kwargs: Any, early: bool
+) -> AttentionAgreement:
     backward = torch._C._current_graph_task_id() != -1
     now = group.rounds.of(group.number, backward=backward)
     now.fault = now.fault or _cut_otherwise(group.mesh, group.load_balance, args, kwargs)
-    return Settling(group, group.number, group.rounds, group.compared_degrees, call, now, early)
+    return AttentionAgreement(group, group.number, group.rounds, group.compared_degrees, call, now, early)
 
 
 def _enter(group: ContextGroup, settings: Settings) -> Any:

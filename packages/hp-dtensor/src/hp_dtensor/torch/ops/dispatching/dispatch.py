@@ -19,7 +19,7 @@ from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.rules import planning
 from hp_dtensor.rules.factors import NoLegalPlacement
-from hp_dtensor.torch.backward.asking import in_a_mode
+from hp_dtensor.torch.backward.dispatch_modes import in_a_mode
 from hp_dtensor.torch.compile.overrides import Override
 from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.dtensor import DTensor

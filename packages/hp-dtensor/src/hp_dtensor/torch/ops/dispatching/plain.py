@@ -9,7 +9,7 @@ import torch
 from hp_dtensor.functions.modes import replicates_plain
 from hp_dtensor.layout.placements import Replicate, kind_of
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.torch.backward import own_functions
+from hp_dtensor.torch.backward import autograd_functions
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.ops.dispatching.calls import name_of, tensors_of
 from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
@@ -43,8 +43,8 @@ def replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return value
         if func in _TAKE_NUMBERS and not value.dim() and not value.is_floating_point():
             return int(value)
-        if own_functions.is_wrapped(value):
-            own_functions.refuse("a transform of torch.func around an operation", some)
+        if autograd_functions.is_wrapped(value):
+            autograd_functions.refuse("a transform of torch.func around an operation", some)
         if type(value) is not Tensor and not isinstance(value, (torch.nn.Parameter, PartOfView)):
             raise ValueError(f"{name_of(func)}: a {kind_of(value)} can't be mixed with DTensors of hp_dtensor")
         if value.dim() and not replicates_plain():

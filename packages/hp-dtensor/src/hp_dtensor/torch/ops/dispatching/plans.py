@@ -23,8 +23,8 @@ from hp_dtensor.layout.placements import RaggedShard
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.rules.planning import Binding, Call, collect, moved, place, refuse_others
-from hp_dtensor.torch.backward.asking import without_modes
 from hp_dtensor.torch.backward.autograd import convert
+from hp_dtensor.torch.backward.dispatch_modes import without_modes
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.ops.dispatching.calls import name_of, on_meta
 from hp_dtensor.torch.views.moved_view import MAY_COPY, VIEWS, link
@@ -43,7 +43,7 @@ _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 
 
-class Settle:
+class ViewDecision:
     """Decision whether a planned call on a thin DTensor returns a view or a copy, the same on all ranks.
 
     It also records the result's strides. The decision depends only on the operand's strides, and is cached by them.
@@ -88,7 +88,7 @@ class Settle:
         return metas, is_view, noted if any(noted) else None
 
 
-_RULES = frozenset({"attention", "norm", "statistics", "whole_dims"})
+_RULES = frozenset({"attention", "norm", "statistics", "replicated_dim"})
 """Of these, kernels compute the gradient of no elements apart."""
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
@@ -292,7 +292,7 @@ def _finish(plan: Plan, func: Any, specs: Iterable[TensorSpec]) -> None:
         plan.copied = True
         plan.finish = lambda out, args, kwargs: link(out, func, args, kwargs)
     elif (func in VIEWS or func in MAY_COPY) and any(spec.thin for spec in specs):
-        plan.finish = Settle(func, func in MAY_COPY)
+        plan.finish = ViewDecision(func, func in MAY_COPY)
 
 
 def make_plan(func: Any, binding: Binding, args: Any, kwargs: Any) -> Plan:

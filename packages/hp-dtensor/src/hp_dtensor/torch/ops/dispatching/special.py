@@ -16,7 +16,7 @@ from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.mesh.device_mesh import _rebuild as rebuild_mesh
 from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.torch import checkpoint
-from hp_dtensor.torch.backward import autograd, engine, own_functions
+from hp_dtensor.torch.backward import autograd, autograd_functions, engine
 from hp_dtensor.torch.compile.overrides import Override
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.dtensor import _rebuild as rebuild
@@ -25,7 +25,7 @@ from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.ops.dispatching.calls import tensors_of
 from hp_dtensor.torch.ops.functions import bind
 from hp_dtensor.torch.ops.whole import on_whole
-from hp_dtensor.torch.views.kept import hand_out
+from hp_dtensor.torch.views.kept import stop_keeping
 from hp_dtensor.torch.views.strides import keep, note, on_one_device
 
 _impl: Any = torch._C._disabled_torch_function_impl
@@ -101,8 +101,8 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     except RuntimeError:  # one of several views, of which another was written: autograd tells nothing of its graph
         leaf = False
     if out is args[0] or leaf:
-        hand_out(args[0])
-        hand_out(out)
+        stop_keeping(args[0])
+        stop_keeping(out)
     return out
 
 
@@ -383,7 +383,7 @@ def install() -> None:
         if hasattr(torch, name):
             table[getattr(torch, name)] = lists.one_by_one
     table.update(random.special())
-    table.update(own_functions.special())
-    own_functions.watch()
+    table.update(autograd_functions.special())
+    autograd_functions.watch()
     layouts: list[Any] = [Partial, RaggedShard, Replicate, Shard, StridedShard, DeviceMesh, rebuild_mesh, rebuild_spec]
     torch.serialization.add_safe_globals([*layouts, rebuild])  # what torch.load makes of a file that nobody vouches for

@@ -5,7 +5,7 @@ torch's non-reentrant checkpoints record the shape of each tensor that an operat
 of the tensor that the recomputed operation saves. The first is recorded inside the local operation. The second is read
 during backward, where a DTensor that requires no gradient, and so was saved as it is, would report its global shape.
 Tensors saved outside of a local operation, for a nested checkpoint or a user's function, are saved with interception
-off as well: Note [Custom autograd functions] in `hp_dtensor.torch.backward.own_functions`.
+off as well: Note [Custom autograd functions] in `hp_dtensor.torch.backward.autograd_functions`.
 
 Note [Shapes in dispatch modes]
 ``__torch_dispatch__`` of a mode sees local operations. In forward, interception is off around them. In backward it is
