@@ -129,6 +129,22 @@ def test_lint_runs_no_code_of_the_plan_unless_told_to(command, tmp_path):
     assert "building dangerous:model failed: ValueError: called" in err
 
 
+def test_a_model_of_ones_own_without_a_row_for_each_byte(command, tmp_path):
+    (tmp_path / "small.py").write_text(
+        "from torch import nn\n\n"
+        "def model(rows):\n"
+        "    return nn.Sequential(nn.Embedding(rows, 4), nn.Linear(4, rows))\n"
+    )
+    (tmp_path / "text").write_text("to be or not to be " * 20)
+    data = '[data]\npaths = ["text"]\nsequence_length = 8\n'
+    plan = f'[model]\nfunction = "small:model"\n[model.overrides]\nrows = 100\n{data}'
+    for action in (("lint", "--run-model-code"), ("train",)):
+        _, err, status = command(*action, plan=plan)
+        assert status == 1 and "its largest embedding has 100 rows, but text as bytes has 256 tokens" in err
+        assert "make it 256 rows or more" in err
+    assert command("lint", "--run-model-code", plan=plan.replace("100", "256"))[2] == 0
+
+
 @pytest.mark.not_on("torch-npu-sim", reason="its devices' memory is the machine's; nothing else of the device in it")
 def test_a_plan_that_is_too_large_for_this_machine(command, monkeypatch):
     monkeypatch.setattr(type(get_platform().devices), "total_memory", lambda self: 10_000)

@@ -229,7 +229,7 @@ def lint_plan(
         _set_environment(tables, plan, run_code=run_model_code)
         read, errors = read_plan(tables)
         report = examine(read, errors, nproc, run_model_code=run_model_code)
-        diagnostics, notes = [*report.diagnostics, *check_run(read, report.config)], _notes(report, nproc)
+        diagnostics, notes = [*report.diagnostics, *check_run(read, report)], _notes(report, nproc)
         if run_model_code and not diagnostics:
             refusals, more = check_first_call(report)
             diagnostics, notes = refusals, [*notes, *more]
@@ -344,7 +344,7 @@ def slurm(
         read, errors = read_plan(tables)
         report = examine(read, errors, run_model_code=True)
         request = Request(nodes, gpus_per_node, time, tuple(options or ()))
-        diagnostics = [*report.diagnostics, *check_run(read, report.config), *check_request(request, read)]
+        diagnostics = [*report.diagnostics, *check_run(read, report), *check_request(request, read)]
         if diagnostics:
             raise PlanError(diagnostics)
         text = job_script(request, read, plan, folder or Path("runs") / plan.stem, assignments or ())
@@ -508,7 +508,7 @@ def _checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> P
     report = examine(read, diagnostics, ranks, run_model_code=True)
     diagnostics = list(report.diagnostics)
     if training:
-        diagnostics += check_run(read, report.config)
+        diagnostics += check_run(read, report)
     devices = get_platform().devices
     if devices.kind != "cpu" and not inside_launcher() and ranks > devices.count:
         message = f"{ranks} ranks, but this machine has only {devices.count} {devices.kind} devices"

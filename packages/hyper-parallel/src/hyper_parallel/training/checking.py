@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
 
 from hp_plan import ContextSection, DataSection, Diagnostic, MeshSection, ParallelPlan, RunSection
 from hp_plan.extend import Report, examine, memory_shortage, vocabulary
@@ -58,45 +57,52 @@ def check_first_call(report: Report) -> tuple[list[Diagnostic], list[str]]:
     return [Diagnostic("mesh.cp", message, "leave cp out")], []
 
 
-def check_run(plan: ParallelPlan, config: Any = None) -> list[Diagnostic]:
+def check_run(plan: ParallelPlan, report: Report | None = None) -> list[Diagnostic]:
     """Check that the plan can be trained on its data, and that its metrics can be written.
 
     Args:
         plan: the plan.
-        config: of its model; None where it has none, or is not known.
+        report: of the plan against its model; None where it was not made.
     """
-    found = [*_check_data(plan, plan.data), *_check_validation(plan, config), *_check_sinks(plan)]
+    found = [*_check_data(plan, plan.data, report), *_check_validation(plan, report), *_check_sinks(plan)]
     return list(dict.fromkeys(found))  # Data and validation may say the same of the model.
 
 
-def _check_data(plan: ParallelPlan, section: DataSection, key: str = "data.paths") -> list[Diagnostic]:
+def _check_data(
+    plan: ParallelPlan, section: DataSection, report: Report | None, key: str = "data.paths"
+) -> list[Diagnostic]:
     """Check that the plan's model can read its data."""
     diagnostics = []
     try:
         needed = check_text_of(plan, section) or check_data(section)
     except DataError as error:
         return [Diagnostic(key if error.key == "paths" else f"data.{error.key}", error.message, error.fix)]
-    known = vocabulary(plan.model)
+    known, data = vocabulary(plan.model), "text as bytes" if needed == VOCABULARY else "the tokenizer of the data"
+    if known is None and report is not None and report.model is not None and plan.model.function is not None:
+        tables = [each for each in report.model.modules.values() if each.kind == "embedding"]
+        rows = max((each.shapes["weight"][0] for each in tables), default=needed)
+        if rows < needed:
+            message = f"its largest embedding has {rows} rows, but {data} has {needed} tokens"
+            diagnostics.append(Diagnostic("model.function", message, f"make it {needed} rows or more"))
     if known is not None and known < needed:
-        data = "text as bytes" if needed == VOCABULARY else "the tokenizer of the data"
         message = f"the model knows {known} tokens, but {data} has {needed}"
         diagnostics.append(Diagnostic("model.overrides.vocab_size", message, f"make it {needed} or more"))
     return diagnostics
 
 
-def _check_validation(plan: ParallelPlan, config: Any) -> list[Diagnostic]:
+def _check_validation(plan: ParallelPlan, report: Report | None) -> list[Diagnostic]:
     """Check that the plan can be validated on its data, and that its prompts can be read."""
     diagnostics = []
     if plan.validation.prompts:
         try:
-            check_prompts(plan, config)
+            check_prompts(plan, None if report is None else report.config)
         except DataError as error:
             diagnostics.append(Diagnostic("validation.prompts", error.message, error.fix))
-    return [*diagnostics, *(_check_validation_data(plan) if plan.validation.paths else [])]
+    return [*diagnostics, *(_check_validation_data(plan, report) if plan.validation.paths else [])]
 
 
-def _check_validation_data(plan: ParallelPlan) -> list[Diagnostic]:
-    diagnostics = _check_data(plan, validation_data(plan), "validation.paths")
+def _check_validation_data(plan: ParallelPlan, report: Report | None) -> list[Diagnostic]:
+    diagnostics = _check_data(plan, validation_data(plan), report, "validation.paths")
     if not diagnostics and has_tokens(plan.data) != has_tokens(validation_data(plan)) and tokenizer_of(plan) is None:
         kinds = {True: "token files", False: "text as bytes"}
         trained, validated = kinds[has_tokens(plan.data)], kinds[not has_tokens(plan.data)]
