@@ -27,6 +27,8 @@ class Steps(Protocol):
     def backward(self) -> bool: ...
     @property
     def trace(self) -> list[Any]: ...
+    @property
+    def agreed(self) -> dict[int, int]: ...
 
 
 C = TypeVar("C", bound=Steps)
@@ -68,7 +70,6 @@ class Group(Generic[C]):
         gathering: handles of the gather under way; None if there is none.
         calls: the calls in forward whose backward is still to come, in deterministic mode.
         micro_batches: number of backward passes since the last step, in deterministic mode.
-        agreed: number of micro-batches of all ranks in the last step, in deterministic mode.
         ended: the gradients of the backward pass under way are complete, in deterministic mode.
     """
 
@@ -112,7 +113,6 @@ class Group(Generic[C]):
         self.gathering: list[Any] | None = None
         self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self.micro_batches = 0
-        self.agreed: int | None = None
         self.ended = False
         self.class_name = ", ".join(type(module).__name__ for module in members)
         self.buckets: list[Any] = []
@@ -257,7 +257,13 @@ class Group(Generic[C]):
         return self.reduces and (self.reduces_over_replicas or self.axes.replicate_group is None)
 
     def agree(self, count: int) -> None:
-        """Raise if ranks ran different numbers of micro-batches; they compare when it is not that of the last step."""
-        if count != self.agreed:  # seldom, for it waits
+        """Raise if ranks ran different numbers of micro-batches.
+
+        It waits for all ranks of the group's mesh. So of the groups on a mesh, the first one of a backward pass
+        compares, and one whose number is another.
+        """
+        agreed = {} if self.context is None else self.context.agreed
+        mesh = id(self.axes.mesh)
+        if count != agreed.get(mesh):
             attribute_to(self.modules, check_counts, self.axes, count)
-            self.agreed = count
+            agreed[mesh] = count

@@ -31,6 +31,7 @@ class Context(Generic[G]):
         finished: the groups in the order in which their forward ended.
         outermost: the group whose forward is under way, inside no other group's.
         backward: a backward pass is under way.
+        agreed: by the id of a mesh, how many micro-batches its ranks ran, as compared since the backward pass began.
         ahead: groups gathered ahead of time that have not computed yet.
         trace: events of the pass under way, see `hp_fsdp.explanation.timeline`: kind, group, nanoseconds of a clock.
         last_trace: the same of the last forward and backward that came to their end.
@@ -47,6 +48,7 @@ class Context(Generic[G]):
         self.finished: list[G] = []
         self.outermost: G | None = None
         self.backward = False
+        self.agreed: dict[int, int] = {}
         self.ahead: list[G] = []
         self.trace: list[tuple[str, G | None, int]] = []
         self.last_trace: list[tuple[str, G | None, int]] = []
@@ -162,6 +164,7 @@ class Context(Generic[G]):
         if self.backward:
             return
         self.backward = True
+        self.agreed.clear()
         self.trace.append(("backward", None, perf_counter_ns()))
         self.call_at_end()
         if not self.backward_order.known:

@@ -316,7 +316,7 @@ class ParameterGroup(Group[C]):
         """
         with self._reduce_range, torch.no_grad(), _plain():
             if on_all_ranks and self.deterministic:
-                count, self.micro_batches, self.agreed = self.micro_batches, 0, None
+                count, self.micro_batches = self.micro_batches, 0
                 self.agree(count)
                 return attribute_to(self.modules, self._exchange, count, self.reduce_op) if count else []
             return attribute_to(self.modules, self._reduce, on_all_ranks)

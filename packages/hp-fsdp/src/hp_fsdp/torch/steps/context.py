@@ -221,6 +221,7 @@ class RootContext(Context[ParameterGroup["RootContext"]]):
         """Start the reductions of what backward passes without one have left, of all groups."""
         if self.backward or self.outermost is not None:  # a pass that raised
             self.abandon()
+        self.agreed.clear()
         for group in reversed(self.groups):
             self.advance(self.spare)
             self.started(group, group.reduce(on_all_ranks=True))
