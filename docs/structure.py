@@ -14,7 +14,7 @@ goes to a module of another package that is neither the package itself, nor a ro
 that declares what other packages of this repository may use: `<package>.extend`, `<package>.torch.extend` and so on.
 
 A contract that no tool sees is a private attribute that only classes of another package have, a look at the callers'
-frames outside of debuggers and of `compat` folders, which hold what depends on another library's code, or the text of
+frames outside of debuggers and of `compat` modules, which hold what depends on another library's code, or the text of
 an error of this repository that is taken apart.
 """
 
@@ -129,7 +129,8 @@ def _module(name: str, path: Path, is_package: bool, known: object) -> Module:
         elif isinstance(node, ast.Attribute):
             of_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             if node.attr in ("_getframe", "f_back", "currentframe", "walk_stack", "extract_stack"):
-                module.looks.append(node.lineno)
+                if not {"debugging", "compat"}.intersection(parts):
+                    module.looks.append(node.lineno)
             elif node.attr.startswith("_") and not node.attr.startswith("__") and not of_own:
                 module.private.append((node.attr, node.lineno))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PARSING:

@@ -9,7 +9,6 @@ without dispatch. With interception off, a DTensor is its local tensor in every 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from hp_dtensor.layout.spec import Layout, TensorSpec, varying
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch import checkpoint
 from hp_dtensor.torch.backward import autograd
-from hp_dtensor.torch.backward.dispatch_modes import local_asked
+from hp_dtensor.torch.backward.compat import local_asked
 from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.compile.overrides import overrides
 from hp_dtensor.torch.views.kept import HANDED_OUT, recall_shared, remember_shared, stop_keeping
@@ -204,7 +203,7 @@ class DTensor(torch.Tensor):
     @property
     def shape(self) -> torch.Size:
         is_global = _enabled() and not _compiler._is_compiling_flag
-        if not is_global or (_graph_task() != -1 and local_asked(sys._getframe(1))):
+        if not is_global or (_graph_task() != -1 and local_asked()):
             return _impl(_shape, (), (self,))
         spec = self._spec
         try:

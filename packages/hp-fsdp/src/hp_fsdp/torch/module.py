@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from hp_fsdp.groups.managed_params import make_sharded_class
 from hp_fsdp.module_api import ModuleAPI
 from hp_fsdp.state_dict.model import laid_out
 from hp_fsdp.steps.order import INSIDE
-from hp_fsdp.torch.other_libraries import check_modules, check_parameters, check_prepared, check_state, own_mark
+from hp_fsdp.torch.compat import check_modules, check_parameters, check_prepared, check_state, own_mark
 from hp_fsdp.torch.state_dict import unwrapped
 from hp_fsdp.torch.steps.context import RootContext, RootGroup
 from hp_fsdp.torch.steps.hooks import run_forward
@@ -92,7 +91,7 @@ class HSDPModule(ModuleAPI):
     @property
     def _is_accelerate_prepared(self) -> bool:
         """True: ``accelerator.prepare`` registers the module and returns it as it is, instead of one around it."""
-        check_prepared(sys._getframe(1))
+        check_prepared()
         return True
 
     @_is_accelerate_prepared.setter
@@ -101,20 +100,20 @@ class HSDPModule(ModuleAPI):
 
     def modules(self) -> Iterator[nn.Module]:
         """Return all modules, as every module does."""
-        check_modules(sys._getframe(1))
+        check_modules()
         return super().modules()  # type: ignore[misc]
 
     # ---- access to the parameters from outside ----
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Return named parameters: outside forward and backward the sharded ones, unless ``unshard`` was called."""
         self._settle()
-        check_parameters(sys._getframe(1))
+        check_parameters()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state, with sharded parameters; `full_state_dict` has full tensors."""
         self._settle()
-        check_state(sys._getframe(1))
+        check_state()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hp_fsdp.groups.managed_params import owner_of, refuse_unreduced, spec_of, unreduced
+from hp_fsdp.torch.compat import check_optimizer_state
 from hp_fsdp.torch.groups.bucket import Bucket
-from hp_fsdp.torch.other_libraries import check_optimizer_state
 from hp_fsdp.torch.state_dict import fill, sharded_axis
 from hp_fsdp.torch.steps.context import hsdp_sync_stream, refuse_lost_gradients
 from hp_platform import get_platform

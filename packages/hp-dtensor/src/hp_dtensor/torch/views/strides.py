@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.layout.sharding import contiguous, global_strides
-from hp_dtensor.torch.backward.dispatch_modes import without_modes
+from hp_dtensor.torch.backward.compat import without_modes
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor

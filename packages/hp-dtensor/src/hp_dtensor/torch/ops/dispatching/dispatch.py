@@ -9,7 +9,6 @@ depends on a float adds it to the key. The cache is emptied when it has many ent
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.rules import planning
 from hp_dtensor.rules.factors import NoLegalPlacement
-from hp_dtensor.torch.backward.dispatch_modes import in_a_mode
+from hp_dtensor.torch.backward.compat import is_local_call
 from hp_dtensor.torch.compile.overrides import Override
 from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.dtensor import DTensor
@@ -186,20 +185,11 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_local(func: Any, kwargs: Any) -> bool:
-    """Tell whether an operator is called on what are local parts already.
+    """Tell whether an operator is called on what are local parts already, in a compiled graph or in a mode.
 
-    That is so in a compiled graph, which saw DTensors as their local parts when it was made (torch turns interception
-    off while it runs some graphs forward, and none backward), and in ``__torch_dispatch__`` of a mode: it is handed the
-    local operations of DTensors, in backward with tensors that were saved as DTensors.
+    See Note [Operators in compiled graphs] and Note [Shapes in dispatch modes] in `hp_dtensor.torch.backward.compat`.
     """
-    if not (is_operator(func) or (kwargs and "out" in kwargs)):
-        return False
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("_aot_autograd/runtime_wrappers.py"):
-            return True
-        frame = frame.f_back
-    return in_a_mode(sys._getframe(2))
+    return (is_operator(func) or bool(kwargs and "out" in kwargs)) and is_local_call()
 
 
 def plan_of(key: Any, func: Any, args: Any, kwargs: Any) -> Any:

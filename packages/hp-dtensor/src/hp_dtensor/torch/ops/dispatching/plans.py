@@ -24,7 +24,7 @@ from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.rules.factors import NoLegalPlacement
 from hp_dtensor.rules.planning import Binding, Call, collect, moved, place, refuse_others
 from hp_dtensor.torch.backward.autograd import convert
-from hp_dtensor.torch.backward.dispatch_modes import without_modes
+from hp_dtensor.torch.backward.compat import without_modes
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.ops.dispatching.calls import name_of, on_meta
 from hp_dtensor.torch.views.moved_view import MAY_COPY, VIEWS, link

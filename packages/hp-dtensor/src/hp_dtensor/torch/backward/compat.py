@@ -1,4 +1,6 @@
-"""Callers that need a tensor's local shape during backward, unlike the user's code.
+"""What depends on torch's own code: callers in torch that need a tensor's local part, unlike the user's code.
+
+Tested with torch 2.13. A caller is known by its frame, because torch passes nothing that tells it apart.
 
 Note [Shapes in checkpoints]
 torch's non-reentrant checkpoints record the shape of each tensor that an operation saves, and compare it with the shape
@@ -10,11 +12,16 @@ off as well: Note [Custom autograd functions] in `hp_dtensor.torch.backward.auto
 Note [Shapes in dispatch modes]
 ``__torch_dispatch__`` of a mode sees local operations. In forward, interception is off around them. In backward it is
 on, and a tensor that was saved as a DTensor arrives as one; the mode must see its local shape.
+
+Note [Operators in compiled graphs]
+A compiled graph saw DTensors as their local parts when it was made. torch turns interception off while it runs some
+graphs forward, and none backward, and a graph calls operators (``torch.ops``), on what are local parts already.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import Any
 
 import torch.utils._python_dispatch
@@ -23,21 +30,26 @@ import torch.utils.checkpoint
 _modes: Any = torch.utils._python_dispatch
 _NOTED = getattr(getattr(torch.utils.checkpoint, "_default_meta_extractor", None), "__code__", None)
 """The code that records shapes: Note [Shapes in checkpoints]."""
+_GRAPHS = "_aot_autograd/runtime_wrappers.py"
+"""The end of the name of the file that runs compiled graphs: Note [Operators in compiled graphs]."""
 
 
-def local_asked(frame: Any) -> bool:
-    """Tell whether a caller during backward needs the local shape.
-
-    Args:
-        frame: the caller's frame.
-    """
-    return frame.f_code is _NOTED or (_modes.is_in_torch_dispatch_mode() and in_a_mode(frame))
+def local_asked() -> bool:
+    """Tell whether the caller of a DTensor's property during backward needs the local shape."""
+    frame = sys._getframe(2)
+    return frame.f_code is _NOTED or (_modes.is_in_torch_dispatch_mode() and _called_from(frame))
 
 
-def in_a_mode(frame: Any) -> bool:
-    """Tell whether a frame is ``__torch_dispatch__`` or was called from there."""
+def is_local_call() -> bool:
+    """Tell whether the caller of `dispatch` has local parts already: a compiled graph, or ``__torch_dispatch__``."""
+    return _called_from(sys._getframe(3), _GRAPHS)
+
+
+def _called_from(frame: Any, file: str | None = None) -> bool:
+    """Tell whether a frame is ``__torch_dispatch__`` or in a file whose name ends so, or was called from there."""
     while frame is not None:
-        if frame.f_code.co_name == "__torch_dispatch__":
+        code = frame.f_code
+        if code.co_name == "__torch_dispatch__" or (file is not None and code.co_filename.endswith(file)):
             return True
         frame = frame.f_back
     return False

@@ -1,10 +1,13 @@
-"""Refusals of other libraries by name, if they would misread sharded modules.
+"""What depends on other libraries' code: refusals by name, if they would misread sharded modules.
+
+Tested with torch 2.13, accelerate 1.15 and transformers 5.23; the function of torchtitan is known by its name, and
+tested by the copy in tests/test_other_libraries.py.
 
 Note [Callers by name]
     DDP, torch's own fully_shard, accelerate and transformers look for torch's classes, find none, and go on as with an
     unsharded module: they would broadcast shards over one another, or save rank 0's shards as the model. The called
     method (``state_dict``, ``named_parameters``) does not show the purpose of the call, so the module looks at the
-    caller.
+    caller, that is, who called the method of the module (or the hook of the optimizer) that calls a check here.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ _REPLICATING = {
 }
 
 
-def check_parameters(caller: FrameType | None) -> None:
+def check_parameters() -> None:
     """Raise TypeError if a wrapper that would shard or replicate parameters once more asks for them."""
-    for name, _ in _callers(caller, 3):  # they ask by way of Module.parameters
+    for name, _ in _callers(3):  # they ask by way of Module.parameters
         wrapper = _REPLICATING.get(name)
         if wrapper is not None:
             raise TypeError(
@@ -47,9 +50,9 @@ def own_mark() -> None:
     )
 
 
-def check_state(caller: FrameType | None) -> None:
+def check_state() -> None:
     """Raise TypeError if a library takes a sharded state for a full one."""
-    for name, frame in _callers(caller, 50):
+    for name, frame in _callers(50):
         if name == "torch.nn.modules.module":  # of a module around this one
             continue
         if name == "torch.distributed.checkpoint.state_dict":
@@ -75,7 +78,7 @@ def check_state(caller: FrameType | None) -> None:
 
 def check_optimizer_state(optimizer: Any) -> None:
     """Raise TypeError if a trainer would save rank 0's part of an optimizer's states as all of them."""
-    for name, frame in _callers(sys._getframe(1), 12):
+    for name, frame in _callers(12):
         if (name.partition(".")[0], frame.f_code.co_name) in (
             ("transformers", "_save_optimizer_and_scheduler"),
             ("accelerate", "save_accelerator_state"),
@@ -88,9 +91,9 @@ def check_optimizer_state(optimizer: Any) -> None:
             )
 
 
-def check_prepared(caller: FrameType | None) -> None:
+def check_prepared() -> None:
     """Raise TypeError if accelerate would leave out its mixed precision."""
-    for name, frame in _callers(caller, 1):
+    for name, frame in _callers(1):
         dtype = getattr(frame.f_locals.get("self"), "mixed_precision", "no")
         if name == "accelerate.accelerator" and dtype != "no":
             raise TypeError(
@@ -100,9 +103,9 @@ def check_prepared(caller: FrameType | None) -> None:
             )
 
 
-def check_modules(caller: FrameType | None) -> None:
+def check_modules() -> None:
     """Raise TypeError if torchtitan would find no module to switch off the division of gradients in."""
-    for name, frame in _callers(caller, 1):
+    for name, frame in _callers(1):
         if name.startswith("torchtitan.") and frame.f_code.co_name == "disable_fsdp_gradient_division":
             raise TypeError(
                 "torchtitan's disable_fsdp_gradient_division looks for torch's FSDPModule and finds none in a model of"
@@ -111,7 +114,9 @@ def check_modules(caller: FrameType | None) -> None:
             )
 
 
-def _callers(frame: FrameType | None, most: int) -> Iterator[tuple[str, FrameType]]:
+def _callers(most: int) -> Iterator[tuple[str, FrameType]]:
+    """List the frames above that of the function which called a check, innermost first, with their modules' names."""
+    frame: FrameType | None = sys._getframe(3)
     for _ in range(most):
         if frame is None:
             return
