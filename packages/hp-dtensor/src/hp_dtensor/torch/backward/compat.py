@@ -30,6 +30,7 @@ import torch.utils.checkpoint
 _modes: Any = torch.utils._python_dispatch
 _NOTED = getattr(getattr(torch.utils.checkpoint, "_default_meta_extractor", None), "__code__", None)
 """The code that records shapes: Note [Shapes in checkpoints]."""
+_MODE = "__torch_dispatch__"
 _GRAPHS = "_aot_autograd/runtime_wrappers.py"
 """The end of the name of the file that runs compiled graphs: Note [Operators in compiled graphs]."""
 
@@ -37,19 +38,23 @@ _GRAPHS = "_aot_autograd/runtime_wrappers.py"
 def local_asked() -> bool:
     """Tell whether the caller of a DTensor's property during backward needs the local shape."""
     frame = sys._getframe(2)
-    return frame.f_code is _NOTED or (_modes.is_in_torch_dispatch_mode() and _called_from(frame))
+    return frame.f_code is _NOTED or (_modes.is_in_torch_dispatch_mode() and _in_a_mode(frame))
+
+
+def _in_a_mode(frame: Any) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == _MODE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_local_call() -> bool:
     """Tell whether the caller of `dispatch` has local parts already: a compiled graph, or ``__torch_dispatch__``."""
-    return _called_from(sys._getframe(3), _GRAPHS)
-
-
-def _called_from(frame: Any, file: str | None = None) -> bool:
-    """Tell whether a frame is ``__torch_dispatch__`` or in a file whose name ends so, or was called from there."""
+    frame: Any = sys._getframe(3)
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "__torch_dispatch__" or (file is not None and code.co_filename.endswith(file)):
+        if code.co_name == _MODE or code.co_filename.endswith(_GRAPHS):
             return True
         frame = frame.f_back
     return False
