@@ -4,7 +4,8 @@ It also finds closures that call themselves: Note [No closure calls itself] in `
 
     python docs/structure.py            the working tree
     python docs/structure.py REVISION   a commit, tag or branch
-    python docs/structure.py --check    fail where the working tree has a circle, imports another package's internals,
+    python docs/structure.py --check    fail where the working tree has a circle of imports or types, imports another
+                                        package's internals, looks at callers' frames, takes an error's text apart,
                                         has a closure that calls itself, or a helper of tests that no test finds
 
 A wing is `neutral`, `torch` or `mindspore`, by the folder a module is in. Code is what is left of the lines without
@@ -289,7 +290,11 @@ def internals(modules: dict[str, Module]) -> Counter[tuple[str, str]]:
 
 
 def complaints(modules: dict[str, Module]) -> Iterator[str]:
-    """Say what `--check` refuses: imports of internals, and circles, those that an import in a function closes too."""
+    """Say what `--check` refuses.
+
+    These are imports of internals, circles, those that an import in a function or for type checkers closes too, looks
+    at callers' frames, errors' texts that are taken apart, and closures that call themselves.
+    """
     for package, name in sorted(internals(modules)):
         yield f"{package} imports {name}: export what it needs in an `extend` module and import it from there"
     for ring in circles(modules):
@@ -299,7 +304,18 @@ def complaints(modules: dict[str, Module]) -> Iterator[str]:
             " module below them, or hand a function over as `hp_dtensor.torch` does with `dtensor.install`; an import"
             " inside a function counts too"
         )
+    closed = [set(ring) for ring in circles(modules)]
+    for ring in circles(modules, typed=True):
+        if not any(each <= set(ring) for each in closed):
+            yield (
+                f"{len(ring)} modules know each other's types in a circle ({', '.join(ring)}): a Protocol of what one"
+                " asks of the other, beside it, opens it"
+            )
     for module in modules.values():
+        if module.looks:
+            yield f"{module.name} looks at its callers' frames: leave what another library decides to a `compat` module"
+        if module.parses:
+            yield f"{module.name} takes an error's text apart: give the error fields"
         for closure in module.held:
             yield (
                 f"{module.name} has a closure that calls itself ({closure}): it holds all that it sees until Python's"

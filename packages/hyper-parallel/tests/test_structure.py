@@ -50,9 +50,12 @@ def test_an_import_inside_a_function_closes_a_circle(structure: Any, tmp_path: P
     )
 
 
-def test_what_is_imported_for_types_alone_closes_none(structure: Any, tmp_path: Path) -> None:
+def test_what_is_imported_for_types_alone_closes_a_circle_of_types(structure: Any, tmp_path: Path) -> None:
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hp_p.high\n"
-    assert complaints(structure, tmp_path, low=typed, high="import hp_p.low\n") == []
+    [found] = complaints(structure, tmp_path, low=typed, high="import hp_p.low\n")
+    assert found.startswith("2 modules know each other's types in a circle (hp_p.high, hp_p.low)")
+    modules = structure.read(tmp_path)
+    assert structure.circles(modules) == [] != structure.circles(modules, typed=True)
 
 
 def test_closures_that_call_themselves_or_each_other_are_named_with_their_lines(structure: Any, tmp_path: Path) -> None:
@@ -104,12 +107,9 @@ def test_contracts_that_no_tool_sees_are_counted(structure: Any, tmp_path: Path)
     assert list(structure.foreign(modules)) == [("hp_q", "_size", 4)]
     assert modules["hp_p"].looks == modules["hp_p"].parses == []
     assert (modules["hp_q"].looks, modules["hp_q"].parses) == ([3], [9])
-
-
-def test_circles_of_types_are_counted_apart(structure: Any, tmp_path: Path) -> None:
-    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hp_p.high\n"
-    assert complaints(structure, tmp_path, low=typed, high="import hp_p.low\n") == []
-    assert structure.circles(structure.read(tmp_path), typed=True) == [["hp_p.high", "hp_p.low"]]
+    looks, parses = structure.complaints(modules)
+    assert looks.startswith("hp_q looks at its callers' frames")
+    assert parses == "hp_q takes an error's text apart: give the error fields"
 
 
 def test_a_walk_counts_files_moves_and_stays(tmp_path: Path) -> None:
