@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import hp_pipeline
 from hp_pipeline import PipelineStage, placed
 from hp_pipeline.messages.channels import Channel, Message
-from hp_pipeline.running.runner import Runner
+from hp_pipeline.running.runner import Runner, Settings
 
 RANKS, RANK, MICRO, WIDTH = 4, 1, 8, 4
 NAMES = {
@@ -48,7 +48,9 @@ def ours(name: str) -> tuple[Callable[[], object], int]:
     stages = [PipelineStage(nn.Linear(WIDTH, WIDTH), index, len(placement)) for index in indices]
     schedule = kind(stages, MICRO)
     order = hp_pipeline.lower(schedule.exec_order, schedule.pipeline)
-    runner = schedule._runner = Runner(schedule, order, {})
+    runner = schedule._runner = Runner(
+        schedule.stages, schedule.pipeline, schedule.rank, schedule.group, schedule.peers, order, {}
+    )
 
     # A fake group delivers nothing: neither what ranks tell each other nor what messages look like.
     def everyone(payload: bytes) -> list[bytes]:
@@ -58,6 +60,7 @@ def ours(name: str) -> tuple[Callable[[], object], int]:
 
     runner.ranks.share = everyone  # type: ignore[method-assign]
     runner.ranks.begin = lambda *args, **options: (True, False, [])  # type: ignore[method-assign]
+    runner.settings = Settings(True, schedule.overlap_p2p, schedule.patience, None, None, schedule.fingerprint)
     runner._bind()
     schedule._kinds = [type(stage.submodule) for stage in stages]
     for (_, _, ahead), channel in runner.channels.items():
