@@ -6,7 +6,7 @@ import json
 import math
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, field, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -241,3 +241,18 @@ def _conform_tuple(value: Any, arguments: tuple[Any, ...]) -> tuple[Any, str | N
     if any(problem for _, problem in items):
         return value, expected
     return tuple(item for item, _ in items), None
+
+
+def at_least(minimum: float, default: Any) -> Any:
+    """Declare a number, or a list of numbers, that is not less."""
+    return field(default=default, metadata={"minimum": minimum})
+
+
+def more_than(bound: float, default: Any) -> Any:
+    """Declare a number above a bound."""
+    return field(default=default, metadata={"above": bound})
+
+
+def within(minimum: float, below: float, default: Any) -> Any:
+    """Declare a number, or a list of numbers, not less than the minimum, and below a bound."""
+    return field(default=default, metadata={"minimum": minimum, "below": below})

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from hp_plan.sections.adapting import AdapterSection
-from hp_plan.sections.distribution import ContextSection, FsdpSection, PipelineSection
-from hp_plan.sections.experts import ExpertsSection
-from hp_plan.sections.mesh import AXES, MeshSection
-from hp_plan.sections.model import CompileSection, ModelSection
-from hp_plan.sections.objective import ObjectiveSection
-from hp_plan.sections.optimization import OptimizerGroup, OptimizerSection, ScheduleSection, schedule_factor
-from hp_plan.sections.running import DataSection, MemorySection, RunSection
-from hp_plan.sections.watching import MetricsSection, ProfileSection, ValidationSection
+from hp_plan.sections.distribution import (
+    AXES,
+    ContextSection,
+    ExpertsSection,
+    FsdpSection,
+    MeshSection,
+    PipelineSection,
+)
+from hp_plan.sections.model import AdapterSection, CompileSection, ModelSection
+from hp_plan.sections.running import (
+    DataSection,
+    MemorySection,
+    MetricsSection,
+    ObjectiveSection,
+    OptimizerGroup,
+    OptimizerSection,
+    ProfileSection,
+    RunSection,
+    ScheduleSection,
+    ValidationSection,
+    schedule_factor,
+)
 
 __all__ = [
     "AXES",

@@ -1,11 +1,12 @@
-"""`[data]`, `[run]` and `[memory]`: one training run."""
+"""Sections of a training run: its data, its loss and optimizer, its steps, its memory, and what it shows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from hp_plan.sections.bounds import at_least, more_than
+from hp_optim.extend import decayed
+from hp_plan.reading.tables import at_least, more_than, within
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,129 @@ class DataSection:
     def width(self) -> int:
         """Rows of one sample: two of a pair of answers."""
         return 2 if self.format == "preference" else 1
+
+
+@dataclass(frozen=True)
+class ObjectiveSection:
+    """The loss that training makes smaller (PyTorch, but for `"causal-lm"`).
+
+    Attributes:
+        kind: `"causal-lm"` predicts each token from those before it. `"dpo"` raises the probability of the preferred of
+            two answers over that of the other, in relation to a reference that is not trained (Rafailov et al., "Direct
+            Preference Optimization", 2023). `"reward"` trains a model with one output to score the preferred answer
+            higher (Bradley and Terry, 1952; Ouyang et al., 2022). `"distill"` makes the predictions those of a teacher
+            (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015). The second and the third take
+            `data.format = "preference"`, of which a sample is a pair.
+        function: `"module:function"` in place of a kind; called with the model and a dictionary of `input_ids`,
+            `labels` and, with packing, `position_ids`. It returns the sum of its losses over the labels that count,
+            which are `labels[:, 1:] != -100`, or over the pairs of preferences, whose rows follow each other, the
+            preferred one first. The sums of all ranks are divided by the number of these labels or pairs.
+        reference: the folder of dpo's reference, or of the teacher, with the mesh and styles of the model; none takes
+            the model as it is before training: without its adapter if it has one, else a second copy.
+        beta: how much dpo holds the model to its reference.
+        loss: of a pair, dpo's: `"sigmoid"`, `"hinge"` (Zhao et al., 2023) or `"ipo"` (Azar et al., 2023, of mean
+            log-probabilities of a token).
+        label_smoothing: the part of dpo's preferences that is taken to be wrong (Mitchell, 2023).
+        temperature: by which a teacher's and a student's logits are divided; the loss is multiplied by its square.
+        mix: the part of the usual loss over the labels in that of distillation.
+    """
+
+    kind: Literal["causal-lm", "dpo", "reward", "distill"] = "causal-lm"
+    function: str | None = None
+    reference: str | None = None
+    beta: float = more_than(0.0, 0.1)
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    label_smoothing: float = within(0.0, 0.5, 0.0)
+    temperature: float = more_than(0.0, 1.0)
+    mix: float = within(0.0, 1.0, 0.0)
+
+    @property
+    def is_own(self) -> bool:
+        """True if the loss is not the one that a model returns."""
+        return self.kind != "causal-lm" or self.function is not None
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """Parameters with values of their own, in an array of tables. A parameter is in one group at most.
+
+    Attributes:
+        patterns: of the parameters, such as `"model.layers.*.*norm.weight"`.
+        weight_decay: theirs; none takes the optimizer's.
+        lr_multiple: their learning rate, as a multiple of the optimizer's, at each step of the schedule.
+    """
+
+    patterns: tuple[str, ...] = ()
+    weight_decay: float | None = at_least(0.0, None)
+    lr_multiple: float = more_than(0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    """The optimizer and its constants.
+
+    Attributes:
+        name: `adamw`, `sgd`, `muon`, or `adamw8bit`: AdamW with states of eight bits.
+        lr: the learning rate at the schedule's top.
+        betas: AdamW's averaging of the gradient and of its square.
+        eps: AdamW's divisor offset.
+        weight_decay: decoupled for AdamW and Muon, added to the gradient for SGD.
+        momentum: SGD's.
+        muon: of `muon`, patterns of the parameters that Muon trains; AdamW trains the others. None means the hidden
+            matrices: all but embeddings, output layers, norms and biases.
+        muon_momentum: Muon's averaging of the gradient.
+        groups: parameters with a weight decay or a learning rate of their own.
+        swap_slices: of `adamw` and `muon`, keep states on the host, and bring them to the device in so many slices of a
+            step; 0 keeps them on the device.
+    """
+
+    name: Literal["adamw", "sgd", "muon", "adamw8bit"] = "adamw"
+    lr: float = more_than(0.0, 1e-3)
+    betas: tuple[float, float] = within(0.0, 1.0, (0.9, 0.999))
+    eps: float = more_than(0.0, 1e-8)
+    weight_decay: float = at_least(0.0, 0.01)
+    momentum: float = at_least(0.0, 0.0)
+    muon: tuple[str, ...] = ()
+    muon_momentum: float = within(0.0, 1.0, 0.95)
+    groups: tuple[OptimizerGroup, ...] = ()
+    swap_slices: int = at_least(0, 0)
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """The learning rate over the run: up from 0 in `warmup_steps`, then by `kind` down to `final * lr`.
+
+    Attributes:
+        kind: `constant`, `linear`, `cosine` or `wsd`: warm up, stay, decay over the last `decay_steps`.
+        warmup_steps: optimizer steps until the learning rate is the optimizer's.
+        final: the last learning rate as a part of the optimizer's (no use for `constant`).
+        decay_steps: of `wsd`; 0 is a tenth of the run.
+        decay: of `wsd`, the shape: `linear`, `cosine`, `exponential` or `minus_sqrt`.
+    """
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    warmup_steps: int = at_least(0, 0)
+    final: float = at_least(0.0, 0.0)
+    decay_steps: int = at_least(0, 0)
+    decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+
+
+def schedule_factor(section: ScheduleSection, step: int, steps: int) -> float:
+    """Return the factor of the learning rate at step `step` (from 0) of `steps`.
+
+    >>> [schedule_factor(ScheduleSection("linear", warmup_steps=2), step, 6) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < section.warmup_steps:
+        return (step + 1) / section.warmup_steps
+    if section.kind == "constant":
+        return 1.0
+    start = section.warmup_steps
+    if section.kind == "wsd":
+        start = max(start, steps - (section.decay_steps or max(1, steps // 10)))
+    progress = min(1.0, max(0, step - start) / max(1, steps - start))
+    falling = decayed(section.decay if section.kind == "wsd" else section.kind, progress)
+    return section.final + (1.0 - section.final) * falling
 
 
 @dataclass(frozen=True)
@@ -117,3 +241,52 @@ class MemorySection:
     recompute: tuple[str, ...] = ()
     swap: tuple[str, ...] = ()
     bandwidth: float = at_least(0.0, 25e9)
+
+
+@dataclass(frozen=True)
+class MetricsSection:
+    """Where a run's metrics go, beside the display and `metrics.jsonl`.
+
+    Attributes:
+        sinks: `tensorboard` writes event files into the run's folder; `wandb` sends them to Weights & Biases, as its
+            own environment variables say (`WANDB_PROJECT`, `WANDB_MODE`).
+        peak_flops: operations a second that one device can do in the dtype that the model computes in; MFU is the part
+            of them that the model takes. None is that of a known device; of any other, MFU is left out.
+    """
+
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    peak_flops: float | None = more_than(0.0, None)
+
+
+@dataclass(frozen=True)
+class ValidationSection:
+    """Loss on data that is not trained on, with the sequence length, packing and batch size of `[data]`; and texts.
+
+    Attributes:
+        paths: as `data.paths`; none validates nothing.
+        every: so many steps, and at the end of the run.
+        batches: how many of `data.batch_size` samples; the same samples each time, and in each run.
+        prompts: texts that the model goes on with as often; none writes nothing.
+        prompt_tokens: how many tokens it writes after each.
+    """
+
+    paths: tuple[str, ...] = ()
+    every: int = at_least(1, 100)
+    batches: int = at_least(1, 8)
+    prompts: tuple[str, ...] = ()
+    prompt_tokens: int = at_least(1, 64)
+
+
+@dataclass(frozen=True)
+class ProfileSection:
+    """Steps that are profiled, as a trace for Chrome or Perfetto: `profile/rank-0.json` in the run's folder.
+
+    Attributes:
+        start: the first of them, from 1; none profiles nothing.
+        steps: how many.
+        ranks: which ranks write one.
+    """
+
+    start: int | None = at_least(1, None)
+    steps: int = at_least(1, 3)
+    ranks: tuple[int, ...] = at_least(0, (0,))
