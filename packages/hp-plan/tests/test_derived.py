@@ -7,9 +7,8 @@ from families import FAMILIES
 from family_cells import CELLS, plan_of
 
 from hp_plan import ParallelPlan, PlanError, build_model, lint
-from hp_plan.structure.inferred_styles import derived_table
 from hp_plan.structure.outline import ModelOutline, ModuleOutline
-from hp_plan.structure.style_tables import choose_styles, style_notes
+from hp_plan.structure.style_tables import choose_styles, derived_table, style_notes
 from hp_plan.torch.models import outline
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's

@@ -1,4 +1,4 @@
-"""Which ranks drop the same: Note [Draws of a step] in `hp_plan.checks.rng_use`."""
+"""Which ranks drop the same: Note [Draws of a step] in `hp_plan.checks.alike`."""
 
 from __future__ import annotations
 

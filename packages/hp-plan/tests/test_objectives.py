@@ -19,7 +19,7 @@ from hp_checkpoint.extend import Ranks
 from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, build_model, build_optimizer, build_parallel_model, lint, verify
 from hp_plan.extend import data_parallel_place
-from hp_plan.features.objectives import has_copy
+from hp_plan.features.loss import has_copy
 from hp_plan.port import models
 from hp_plan.structure.memory import training_bytes
 from hp_plan.torch.extend import backward_loss, build_objective, evaluate

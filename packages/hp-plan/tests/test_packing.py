@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hp_plan import lint
-from hp_plan.features.packing import PACKING
+from hp_plan.features.sequences import PACKING
 
 pytestmark = pytest.mark.framework("torch")
 

@@ -20,15 +20,12 @@ import hp_pipeline
 import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_pipeline import PipelineSchedule
-from hp_plan.checks.alike import SharedSamples, agree_on_plan, take_first_weights
+from hp_plan.checks.alike import SharedSamples, agree_on_plan, check_deterministic, take_first_weights
 from hp_plan.checks.checks import check_fsdp, check_mesh, check_model, check_platform
-from hp_plan.checks.determinism import check_deterministic
-from hp_plan.features.activations import check_saving, save_less
-from hp_plan.features.compiling import check_compile, compile_blocks
-from hp_plan.features.context import check_context
-from hp_plan.features.expert_options import check_expert_options
-from hp_plan.features.experts import expert_styles, spread_experts, with_expert_axes
+from hp_plan.features.blocks import check_compile, check_saving, compile_blocks, save_less
+from hp_plan.features.experts import check_expert_options, expert_styles, spread_experts, with_expert_axes
 from hp_plan.features.pipelines import check_pipeline, check_split, choose_order
+from hp_plan.features.sequences import check_context
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic
@@ -280,7 +277,7 @@ def _describe(pipelined: Any, model: Any, outline: ModelOutline) -> None:
 
 
 def _border(plan: ParallelPlan, mesh: DeviceMesh) -> Any:
-    """See Note [Whole sequences at the border] in `hp_plan.features.context`."""
+    """See Note [Whole sequences at the border] in `hp_plan.features.sequences`."""
     data = _joined(mesh, [axis for axis in ("dp_replicate", *plan.mesh.shard_axes) if axis in plan.mesh.axes])
     return models().border_of(mesh["cp"], data, plan.context.load_balance)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hp_plan.checks.rng_use import draws
+from hp_plan.checks.alike import draws
 from hp_plan.features.adapters import saved_name
+from hp_plan.features.loss import cut_rows, share_out
 from hp_plan.features.optimizers import multiple_of_first
 from hp_plan.features.pipelines import Choice, Outlook, outlook
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage
@@ -13,7 +14,6 @@ from hp_plan.proposal import Estimate, Proposal, propose
 from hp_plan.reading.diagnostics import near_misses
 from hp_plan.reading.json_schema import json_schema
 from hp_plan.reading.overrides import Setting, override, settings
-from hp_plan.structure.micro_batches import cut_rows, share_out
 from hp_plan.structure.model_source import vocabulary
 from hp_plan.structure.outline import positions
 from hp_plan.structure.style_tables import style_notes

@@ -71,7 +71,7 @@ class Models(Protocol):
         ...
 
     def border_of(self, mesh: DeviceMesh, data: DeviceMesh, load_balance: bool) -> Any:
-        """Return what takes whole sequences; see Note [Whole sequences at the border] in `hp_plan.features.context`."""
+        """Get what takes whole sequences; see Note [Whole sequences at the border] in `hp_plan.features.sequences`."""
         ...
 
     def compilers(self) -> Sequence[str]:

@@ -1,9 +1,16 @@
-"""What ranks must have alike: the plan, the model's shapes and weights, and the samples that they share.
+"""What ranks have alike: the plan, the weights, the samples that they share; and what of their random numbers.
 
 Note [Rank 0's weights]
 Ranks that draw a model's weights from seeds of their own, or of which one alone has loaded a checkpoint, would join
 shards of different models. So `apply` compares a digest of each parameter and buffer, and where ranks differ, all take
 the first rank's, with a warning. What has no memory yet, or is sharded already, is not compared.
+
+Note [Draws of a step]
+What is dropped depends on the sample, not on the rank that has it: else all ranks would drop the same of different
+samples. So before each micro-batch a rank seeds its generators with the step's seed and the micro-batch's number in
+the global batch. Ranks that share samples but hold other tokens (`cp`) or other layers (`pp`) have numbers of their
+own. Those of `tp` have the same ones: activations that are replicated have to stay equal, and a DTensor's shard
+takes its part of what all ranks draw alike.
 """
 
 from __future__ import annotations
@@ -16,10 +23,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor import DeviceMesh
-from hp_plan.plan import ParallelPlan
+from hp_plan.plan import ParallelPlan, data_parallel_place
 from hp_plan.port import contents
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
-from hp_platform import collectives
+from hp_platform import collectives, get_platform
 from hp_platform.extend import agree, launcher_place, say_once, share_bytes
 
 _SECTIONS = ("mesh", "styles", "context", "pipeline", "fsdp", "experts", "memory", "compile")  # that `apply` reads
@@ -166,3 +173,46 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _tensors(f"{name}.{key}" if name else str(key), each)
     elif contents().is_comparable(value):
         yield name, value
+
+
+_ORDERS = {
+    "pp": "gradients of stages are added up in the order of their schedule",
+    "cp": "the ranks of cp add up parts of one sample",
+    "ep": "experts and all else would be added up in two orders",
+}
+
+
+def check_deterministic(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that gradients are added up in one order, whatever the number of data parallel ranks."""
+    if not plan.run.deterministic:
+        return []
+    return [
+        Diagnostic("run.deterministic", f"got true with mesh.{axis} = {getattr(plan.mesh, axis)}, but {why}", fix)
+        for axis, why in _ORDERS.items()
+        if getattr(plan.mesh, axis) > 1
+        for fix in [f"leave run.deterministic out, or make mesh.{axis} 1; dp_replicate, dp_shard and tp go with it"]
+    ]
+
+
+def draws(plan: ParallelPlan, micro_batches: int) -> Callable[[int], None]:
+    """Begin a step's draws; call the result with the number of each micro-batch before it.
+
+    The step's seed is the last one given to `hp_platform.manual_seed`, the same on all ranks. Without one, generators
+    go on as they are.
+
+    Args:
+        plan: says which samples, tokens and layers this rank has.
+        micro_batches: of this rank in the step.
+    """
+    platform, mesh = get_platform(), plan.mesh
+    seed = platform.random.seeded()
+    if seed is None:
+        return lambda number: None
+    at = mesh.coordinate(platform.groups.rank())
+    own, parts = at.get("cp", 0) * mesh.pp + at.get("pp", 0), mesh.cp * mesh.pp
+
+    def begin(number: int) -> None:
+        place = (data_parallel_place(plan) * micro_batches + number) * parts + own
+        platform.random.reseed((seed * mesh.data_parallel * micro_batches * parts + place) % 2**63)
+
+    return begin

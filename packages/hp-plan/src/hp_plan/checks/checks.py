@@ -7,23 +7,31 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from hp_optim.extend import is_hidden_matrix
-from hp_plan.checks.determinism import check_deterministic
-from hp_plan.checks.unused_keys import check_effects
-from hp_plan.checks.watching import check_best, check_profile, check_validation
-from hp_plan.features.activations import check_activations, check_saving
+from hp_plan.checks.alike import check_deterministic
+from hp_plan.checks.unused_keys import check_best, check_effects, check_profile, check_validation
 from hp_plan.features.adapters import check_adapter
-from hp_plan.features.compiling import check_compile, check_compiled
-from hp_plan.features.context import check_attention, check_context, check_scattered, check_sequence
-from hp_plan.features.expert_options import check_expert_options
-from hp_plan.features.experts import EXPERT_STYLES, check_auxiliary_loss, check_expert_axis, check_experts
-from hp_plan.features.objectives import check_objective, check_scores
+from hp_plan.features.blocks import check_activations, check_compile, check_compiled, check_saving
+from hp_plan.features.experts import (
+    EXPERT_STYLES,
+    check_auxiliary_loss,
+    check_expert_axis,
+    check_expert_options,
+    check_experts,
+)
+from hp_plan.features.loss import check_accumulation, check_balance, check_objective, check_scores
 from hp_plan.features.optimizers import check_group_values, check_groups, check_tied_groups
-from hp_plan.features.packing import check_answers, check_packing
 from hp_plan.features.pipelines import check_pipeline
+from hp_plan.features.sequences import (
+    check_answers,
+    check_attention,
+    check_context,
+    check_packing,
+    check_scattered,
+    check_sequence,
+)
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.structure.memory import check_memory, check_states
-from hp_plan.structure.micro_batches import check_accumulation, check_balance
 from hp_plan.structure.outline import (
     ModelOutline,
     ModuleOutline,

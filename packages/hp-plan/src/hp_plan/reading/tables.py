@@ -254,5 +254,10 @@ def more_than(bound: float, default: Any) -> Any:
 
 
 def within(minimum: float, below: float, default: Any) -> Any:
-    """Declare a number, or a list of numbers, not less than the minimum, and below a bound."""
+    """Declare a number that is not less than the minimum, and below a bound."""
+    return field(default=default, metadata={"minimum": minimum, "below": below})
+
+
+def each_within(minimum: float, below: float, default: Any) -> Any:
+    """Declare a list of such numbers."""
     return field(default=default, metadata={"minimum": minimum, "below": below})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hp_optim.extend import decayed
-from hp_plan.reading.tables import at_least, more_than, within
+from hp_plan.reading.tables import at_least, each_within, more_than, within
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class OptimizerSection:
 
     name: Literal["adamw", "sgd", "muon", "adamw8bit"] = "adamw"
     lr: float = more_than(0.0, 1e-3)
-    betas: tuple[float, float] = within(0.0, 1.0, (0.9, 0.999))
+    betas: tuple[float, float] = each_within(0.0, 1.0, (0.9, 0.999))
     eps: float = more_than(0.0, 1e-8)
     weight_decay: float = at_least(0.0, 0.01)
     momentum: float = at_least(0.0, 0.0)

@@ -6,8 +6,8 @@ from math import prod
 
 from hp_offload.extend import parse_size, size
 from hp_optim.extend import is_hidden_matrix
-from hp_plan.features.expert_options import replicas
-from hp_plan.features.objectives import has_copy
+from hp_plan.features.experts import replicas
+from hp_plan.features.loss import has_copy
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.structure.outline import ModelOutline, matched_by

@@ -14,7 +14,7 @@ from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implic
 from hp_dtensor.torch.extend import become
 from hp_fsdp.extend import Roster
 from hp_moe import GroupedExperts, global_auxiliary_loss
-from hp_plan.features.context import caps_logits
+from hp_plan.features.sequences import caps_logits
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import Compare
 from hp_plan.structure.outline import ExpertsOutline, ModelOutline, ModuleOutline, declared_table, named_by

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from hp_plan.application import apply
+from hp_plan.features.loss import IGNORED
 from hp_plan.plan import ParallelPlan, context_tokens, data_parallel_rows
 from hp_plan.port import models
 from hp_plan.sections import CompileSection, MemorySection
 from hp_plan.structure.memory import BYTES, memory_left, training_bytes
-from hp_plan.structure.micro_batches import IGNORED
 from hp_plan.torch.build import build_model, build_optimizer, build_schedule
 from hp_plan.torch.comparing.compared import Compared
 from hp_plan.torch.comparing.float64 import Float64

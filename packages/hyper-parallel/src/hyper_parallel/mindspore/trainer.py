@@ -146,7 +146,7 @@ class Trainer:
 
 
 def _seed_dropouts(model: Any, plan: ParallelPlan) -> None:
-    """Let ranks with other samples drop others; see Note [Draws of a step] in `hp_plan.checks.rng_use`.
+    """Let ranks with other samples drop others; see Note [Draws of a step] in `hp_plan.checks.alike`.
 
     A Cell of dropout has a kernel with a seed and a state of its own, which no other seed sets back. A new kernel each
     step would be compiled and kept each step.

@@ -26,7 +26,7 @@ from hp_dtensor.torch.extend import local_view, materialize, wrap
 from hp_pipeline import PipelinedModel
 from hp_plan.application import apply
 from hp_plan.features.adapters import base_name, is_of_adapter
-from hp_plan.features.objectives import reference_plan
+from hp_plan.features.loss import reference_plan
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.torch.build import build_empty, build_model

@@ -1,6 +1,6 @@
 """A model that takes whole sequences, and computes on its part of them.
 
-See Note [Whole sequences at the border] in `hp_plan.features.context`.
+See Note [Whole sequences at the border] in `hp_plan.features.sequences`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 
 from hp_dtensor import DeviceMesh
 from hp_pipeline import PipelinedModel
-from hp_plan.features.context import caps_logits
-from hp_plan.structure.micro_batches import IGNORED
+from hp_plan.features.loss import IGNORED
+from hp_plan.features.sequences import caps_logits
 from hp_plan.torch.sequences.context_guard import ContextGuard
 from hp_platform import collectives
 from hp_platform.extend import agree, map_nested, share_bytes

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hp_fsdp import FSDPModule
+from hp_plan.features.loss import IGNORED, cut_rows
 from hp_plan.plan import ParallelPlan
-from hp_plan.structure.micro_batches import IGNORED, cut_rows
 from hp_plan.torch.models import batch_of, loss_inputs
 from hp_platform import get_platform
 

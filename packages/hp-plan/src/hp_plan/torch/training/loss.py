@@ -1,4 +1,4 @@
-"""The loss of a step and its gradients: Note [A loss over tokens] in `hp_plan.structure.micro_batches`."""
+"""The loss of a step and its gradients: Note [A loss over tokens] in `hp_plan.features.loss`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from hp_fsdp import HSDPModule
 from hp_pipeline import PipelinedModel
-from hp_plan.checks.rng_use import draws
+from hp_plan.checks.alike import draws
+from hp_plan.features.loss import IGNORED, Shares, cut_rows, share_out
 from hp_plan.plan import ParallelPlan
-from hp_plan.structure.micro_batches import IGNORED, Shares, cut_rows, share_out
 from hp_plan.torch.models import base, batch_of, loss_inputs
 from hp_plan.torch.sequences.context import counts_tokens
 from hp_plan.torch.training.objectives import Objective
@@ -197,7 +197,7 @@ def _check_means(plan: ParallelPlan, model: Any, counts: list[list[int]]) -> Non
 def _divides(plan: ParallelPlan, model: Any) -> bool:
     """Return True if the model, or this rank's last stage, divides by a number of labels that it is given."""
     if plan.mesh.cp > 1:
-        return True  # `hp_plan.features.context` refuses others
+        return True  # `hp_plan.features.sequences` refuses others
     if isinstance(model, PipelinedModel):
         kinds = (getattr(stage.forward, "loss", "inline") for stage in model.stages.values() if _is_last(stage))
         return all(kind != "inline" for kind in kinds)

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hp_plan.features.objectives import reference_plan
+from hp_plan.features.loss import IGNORED, reference_plan
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic
-from hp_plan.structure.micro_batches import IGNORED
 from hp_plan.structure.model_source import check_function, model_function
 from hp_plan.torch.library import folders
 from hp_plan.torch.training.evaluation import evaluating

@@ -1,10 +1,11 @@
-"""`[compile]` of a plan: which blocks can be compiled."""
+"""Blocks of a model that are compiled, computed again or swapped: `[compile]`, `[memory] recompute` and `swap`."""
 
 from __future__ import annotations
 
 from collections.abc import Container
 from typing import Any
 
+import hp_offload
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic, near_misses
@@ -18,6 +19,80 @@ from hp_plan.structure.outline import (
     never_called,
 )
 from hp_platform import get_platform
+
+_WRAPPERS = {"recompute": hp_offload.checkpoint_wrapper, "swap": hp_offload.swap_wrapper}
+
+
+def check_saving(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that activations are saved by one plan alone, and that the framework can compute them again."""
+    if plan.memory.recompute and plan.mesh.tp > 1 and get_platform().name == "mindspore":
+        message = f"got recompute with mesh.tp = {plan.mesh.tp}, which this version does not support on MindSpore"
+        return [Diagnostic("memory.recompute", message, "write swap in its place, or make mesh.tp 1")]
+    listed = [name for name in _WRAPPERS if getattr(plan.memory, name)]
+    if plan.memory.budget is None or not listed:
+        return []
+    message = f"got {listed[0]} with a budget, which decides itself what is computed again and what is swapped"
+    return [Diagnostic(f"memory.{listed[0]}", message, "leave it out, or memory.budget")]
+
+
+def check_activations(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
+    """Check that patterns name modules that are called, none of them twice or inside another."""
+    diagnostics: dict[str, Diagnostic] = {}
+    chosen: dict[str, str] = {}
+    for key, pattern in _patterns(plan):
+        matched = matching(pattern, model.names)
+        if not matched:
+            diagnostics[key] = matches_nothing(key, pattern, model.names)
+        for name in matched:
+            uncalled = never_called(key, pattern, name, model)
+            if uncalled is not None:
+                diagnostics.setdefault(key, uncalled)
+            elif name in chosen:
+                message = f"'{pattern}' matches {name}, as {chosen[name]} does"
+                diagnostics.setdefault(key, Diagnostic(key, message, "name each module once"))
+            chosen.setdefault(name, key)
+    for name, key in chosen.items():
+        outer = next((each for each in _around(name) if each in chosen), None)
+        if outer is not None:
+            message = f"{name} is inside of {outer}, which {chosen[outer]} names"
+            diagnostics.setdefault(key, Diagnostic(key, message, "name the one or the other"))
+    return list(diagnostics.values())
+
+
+def _patterns(plan: ParallelPlan) -> list[tuple[str, str]]:
+    return [
+        (f"memory.{kind}[{index}]", pattern)
+        for kind in _WRAPPERS
+        for index, pattern in enumerate(getattr(plan.memory, kind))
+    ]
+
+
+def _around(name: str) -> list[str]:
+    """List the modules around one, the outermost first.
+
+    >>> _around("layers.0.mlp")
+    ['layers', 'layers.0']
+    """
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def save_less(model: Any, plan: ParallelPlan, outline: ModelOutline, here: Container[str]) -> None:
+    """Wrap the modules that the plan names.
+
+    Args:
+        model: the model, or a stage of it under its names.
+        plan: the plan.
+        outline: of the whole model.
+        here: names of the modules that `model` runs itself.
+    """
+    modules = dict(models().named_modules(model))
+    for kind, wrap in _WRAPPERS.items():
+        for pattern in getattr(plan.memory, kind):
+            for name in matching(pattern, outline.names):
+                if name in here:
+                    wrap(modules[name])
+
 
 _AXES = {
     "tp": "its DTensors meet plain tensors inside of blocks",
