@@ -23,8 +23,7 @@ from families import FAMILIES  # type: ignore[import-not-found]
 
 from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, apply, build_model, lint
-from hp_plan.torch.build import build_empty
-from hp_plan.torch.library.materialize import DRAWN_ALIKE, begin, finish
+from hp_plan.torch.build import DRAWN_ALIKE, begin, build_empty, finish
 from hp_testing import close_pools, run_ranks
 
 MESHES = ({"dp_shard": 2}, {"tp": 2})

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hp_dtensor import init_device_mesh
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 from hp_platform import get_platform
 from hp_styles import ContextParallel, context_parallel_shard, context_parallel_unshard, parallelize_module
 from hp_testing import device_type

@@ -12,7 +12,7 @@ from families import FAMILIES, IMAGE_TOKEN, Family
 
 from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, PlanError, apply, build_model
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 
 TOLERANCE = 1e-10
 FLOOR = 1e-5  # A gradient below this part of the largest is compared as if it were this large: k_proj.bias has none.

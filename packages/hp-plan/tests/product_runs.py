@@ -17,7 +17,7 @@ from hp_dtensor import DTensor
 from hp_pipeline import PipelinedModel
 from hp_plan import ParallelPlan, PlanError, apply, build_model, build_optimizer, lint, verify
 from hp_plan.extend import data_parallel_rows
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 from hp_plan.torch.training.parts import clip_gradients
 
 STEPS = 2

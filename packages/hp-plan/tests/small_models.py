@@ -14,7 +14,7 @@ from families import LENGTH, VOCABULARY
 from products import Product
 
 from hp_plan import ParallelPlan, PlanError, build_model
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 
 TASKS = {
     "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

@@ -10,7 +10,7 @@ import torch
 import transformers as t
 
 from hp_plan import ParallelPlan, apply
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
 

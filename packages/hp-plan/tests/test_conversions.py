@@ -13,10 +13,9 @@ from transformers import AutoModel, core_model_loading
 from hp_checkpoint.extend import Entry, Kind
 from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, build_model, build_parallel_model
-from hp_plan.torch.library import conversions
+from hp_plan.torch.build import begin
 from hp_plan.torch.library.folders import saved_tensors
-from hp_plan.torch.library.materialize import begin
-from hp_plan.torch.library.placed import NotPlacedError, Placed
+from hp_plan.torch.library.placed import NotPlacedError, Placed, conversions_of
 from hp_platform import get_platform
 from hp_testing import on_ranks
 
@@ -53,7 +52,7 @@ def test_each_rank_reads_its_shards_of_what_transformers_loads(family, tmp_path)
     plan = plan_of({"path": folder}, {"dp_shard": 2 // mesh.get("tp", 1), **mesh})
     assert all(parameter.is_meta for parameter in begin(plan).parameters())
     built, own = build_parallel_model(plan), build_model(plan)
-    assert any(operation in str(each.operations) for each in conversions.conversions_of(own)[1]) or not operation
+    assert any(operation in str(each.operations) for each in conversions_of(own)[1]) or not operation
     assert saved_tensors(folder).keys() != own.state_dict().keys()
     for name, value in built.named_parameters():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -67,7 +66,7 @@ def test_what_is_transposed_is_built_whole_and_told(tmp_path, monkeypatch):
     )
     folder = written(tmp_path / "model", "LlamaConfig", TEXT, {})
     assert all(parameter.is_meta for parameter in begin(plan_of({"path": folder})).parameters())
-    monkeypatch.setattr(conversions, "conversions_of", lambda model: ([], [converter]))
+    monkeypatch.setattr("hp_plan.torch.library.placed.conversions_of", lambda model: ([], [converter]))
     with pytest.warns(UserWarning, match=r"builds the whole model, for 'model.layers.0.*q_proj.weight'.* transposed"):
         model = begin(plan_of({"path": folder}))
     truth = AutoModel.from_pretrained(folder, local_files_only=True).layers[1].self_attn.q_proj.weight

@@ -15,7 +15,7 @@ from hp_plan.features.experts import check_auxiliary_loss
 from hp_plan.port import models
 from hp_plan.structure.memory import training_bytes
 from hp_plan.structure.outline import ModelOutline
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 from hp_testing import device_type, on_ranks
 
 pytestmark = [

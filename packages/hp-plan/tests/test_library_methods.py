@@ -15,7 +15,7 @@ from family_cells import Cell, plan_of
 from torch.distributed import distributed_c10d
 
 from hp_plan import apply, build_model
-from hp_plan.torch.library import saving
+from hp_plan.torch.library import pretrained
 from hp_platform import get_platform
 from hp_testing import on_ranks
 
@@ -79,7 +79,7 @@ def test_a_rank_that_saves_alone_says_for_whom_it_waits(tmp_path):
         try:
             with (
                 pytest.warns(UserWarning, match="rank 0: save_pretrained") as told,
-                mock.patch.object(saving, "_PATIENCE", 0.2),
+                mock.patch.object(pretrained, "_PATIENCE", 0.2),
                 pytest.raises(TimeoutError) as raised,
             ):
                 model.save_pretrained(tmp_path)

@@ -18,7 +18,7 @@ from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, PlanError, build_model, build_optimizer, build_parallel_model, lint
 from hp_plan.extend import data_parallel_place
 from hp_plan.features.adapters import saved_name
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 from hp_plan.torch.extend import backward_loss
 from hp_plan.torch.library.adapters import adapter_texts
 from hp_testing import device_type, on_ranks

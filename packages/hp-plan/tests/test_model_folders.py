@@ -14,8 +14,8 @@ import hp_plan
 from hp_dtensor import DTensor
 from hp_pipeline import PipelinedModel
 from hp_plan import ParallelPlan, PlanError, build_model, build_parallel_model, lint
+from hp_plan.torch.build import begin
 from hp_plan.torch.extend import backward_loss
-from hp_plan.torch.library.materialize import begin
 from hp_platform import get_platform
 from hp_testing import on_ranks
 

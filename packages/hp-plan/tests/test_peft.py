@@ -13,7 +13,7 @@ from torch import nn
 from hp_dtensor import DTensor, Shard, init_device_mesh
 from hp_moe import ExpertPlacement, place_experts
 from hp_plan import ParallelPlan, apply, build_model
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 from hp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from hp_testing import device_type, on_ranks
 

@@ -12,7 +12,7 @@ from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, apply, build_model, build_optimizer, lint, verify
 from hp_plan.checks.checks import check_plan
 from hp_plan.extend import data_parallel_rows
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 from hp_plan.torch.extend import backward_loss, clip_gradients, evaluate
 from hp_platform import get_platform, manual_seed
 from hp_testing import device_type, on_ranks, run_ranks

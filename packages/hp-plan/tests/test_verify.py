@@ -5,7 +5,7 @@ import torch
 
 import hp_plan.torch.verify as module
 from hp_plan import ModuleDifference, ParallelPlan, VerifyResult, verify
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 from hp_testing import on_ranks
 
 PLAN = ParallelPlan.from_dict(

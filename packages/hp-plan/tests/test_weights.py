@@ -87,7 +87,7 @@ def test_a_plan_for_another_framework():
 @on_ranks(2)
 def test_a_tensor_that_one_rank_has_not_set_is_named_on_all(monkeypatch, tmp_path):
     rank = get_platform().groups.rank()
-    monkeypatch.setattr("hp_plan.torch.library.materialize._is_unset", lambda local: rank == 1)
+    monkeypatch.setattr("hp_plan.torch.build._is_unset", lambda local: rank == 1)
     plan = ParallelPlan.from_dict(
         {
             "model": {"config": "LlamaConfig", "overrides": SMALL},

@@ -11,7 +11,7 @@ from hp_dtensor import DTensor, init_device_mesh
 from hp_fsdp import StateDictOptions, clip_grad_norm_, fully_shard, set_model_state_dict
 from hp_moe import ExpertParallel
 from hp_pipeline import PipelinedModel, Schedule1F1B, ScheduleZBV, placed, split_model
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 from hp_platform import get_platform
 from hp_styles import parallelize_module
 from hp_testing import device_type, on_ranks

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hp_dtensor import init_device_mesh
 from hp_fsdp import fully_shard
 from hp_moe import ExpertParallel
-from hp_plan.torch.comparing.float64 import Float64
+from hp_plan.torch.compared import Float64
 from hp_platform import get_platform
 from hp_styles import ContextParallel, context_parallel_shard, parallelize_module
 from hp_testing import device_type, on_ranks

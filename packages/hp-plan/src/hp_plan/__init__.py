@@ -68,8 +68,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from hp_plan.torch.build import build_model, build_optimizer, build_schedule
-    from hp_plan.torch.library.materialize import build_parallel_model
+    from hp_plan.torch.build import build_model, build_optimizer, build_parallel_model, build_schedule
     from hp_plan.torch.verify import verify
 
 __getattr__, __dir__ = lazy_exports(
@@ -77,7 +76,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "build_model": "build",
         "build_optimizer": "build",
-        "build_parallel_model": "library.materialize",
+        "build_parallel_model": "build",
         "build_schedule": "build",
         "verify": "verify",
     },

@@ -90,11 +90,7 @@ class Models(Protocol):
         """Make methods that a library gave the model work on its shards."""
         ...
 
-
-class Contents(Protocol):
-    """The contents of a model's tensors and of its inputs; `<framework>/contents.py`."""
-
-    def named(self, model: Module) -> Iterable[tuple[str, Any]]:
+    def named_tensors(self, model: Module) -> Iterable[tuple[str, Any]]:
         """List parameters and buffers, each once."""
         ...
 
@@ -142,11 +138,6 @@ class Verifier(Protocol):
 def models() -> Models:
     """Get the framework's way to read and change a model."""
     return load_port(Models, "models")
-
-
-def contents() -> Contents:
-    """Get the framework's way to compare what ranks have."""
-    return load_port(Contents, "contents")
 
 
 def build() -> Build:

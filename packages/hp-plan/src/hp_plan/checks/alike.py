@@ -24,7 +24,7 @@ from typing import Any
 
 from hp_dtensor import DeviceMesh
 from hp_plan.plan import ParallelPlan, data_parallel_place
-from hp_plan.port import contents
+from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_platform import collectives, get_platform
 from hp_platform.extend import agree, launcher_place, say_once, share_bytes
@@ -55,7 +55,7 @@ def agree_on_plan(
         if diagnostics:
             raise PlanError(diagnostics)
         lines = [f"{name} = {getattr(plan, name)!r}" for name in _SECTIONS]
-        lines += [f"{name}: {contents().describe(tensor)}" for name, tensor in contents().named(model)]
+        lines += [f"{name}: {models().describe(tensor)}" for name, tensor in models().named_tensors(model)]
         return "\n".join(lines).encode()
 
     def failed(texts: Mapping[int, str], error: Exception | None) -> Exception:
@@ -84,8 +84,8 @@ def take_first_weights(model: Any, ranks: Sequence[int], group: Any) -> None:
         ranks: global ranks of the group, in its order.
         group: the ranks that call this.
     """
-    own = contents()
-    tensors = [(name, tensor) for name, tensor in own.named(model) if own.is_comparable(tensor)]
+    own = models()
+    tensors = [(name, tensor) for name, tensor in own.named_tensors(model) if own.is_comparable(tensor)]
     record = struct.Struct(f"<{len(tensors)}q")
     digests = record.pack(*own.digests([tensor for _, tensor in tensors]))
     everyone = [record.unpack(each) for each in share_bytes(digests, group)]
@@ -135,7 +135,7 @@ class SharedSamples:
         """
         if training in self._compared:
             return
-        own, found = contents(), dict(_tensors("", {**dict(enumerate(args)), **keywords}))
+        own, found = models(), dict(_tensors("", {**dict(enumerate(args)), **keywords}))
         described = zip(found, map(own.describe, found.values()), own.digests(list(found.values())), strict=True)
         text = "\n".join(f"{name} {kind}, digest {digest}" for name, kind, digest in described)
         texts = [each.decode().split("\n") for each in share_bytes(text.encode(), self._group)]
@@ -171,7 +171,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _tensors(f"{name}.{key}" if name else str(key), each)
-    elif contents().is_comparable(value):
+    elif models().is_comparable(value):
         yield name, value
 
 

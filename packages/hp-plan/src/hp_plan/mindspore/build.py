@@ -1,4 +1,4 @@
-"""Building what a plan declares: the model, its optimizer, the optimizer's schedule."""
+"""Building what a plan declares: the model, with the plan applied or without, its optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 from mindspore.experimental.optim.lr_scheduler import LambdaLR
 
-from hp_dtensor import SkipDTensorDispatch, init_empty_weights
+from hp_dtensor import DeviceMesh, SkipDTensorDispatch, init_empty_weights
 from hp_optim import ChainedOptimizer
+from hp_plan.application import apply
 from hp_plan.features.optimizers import grouped, muon_and_adamw, optimized, scheduled_together
 from hp_plan.mindspore.models import named_parameters
 from hp_plan.plan import ParallelPlan
@@ -175,3 +176,8 @@ class PlanSchedule(LambdaLR):
         ops.assign(self.last_epoch, Tensor(state_dict["last_epoch"], mindspore.float32))
         for rate, value in zip(self._last_lr, self.get_lr(), strict=True):
             ops.assign(rate, value)
+
+
+def build_parallel_model(plan: ParallelPlan, mesh: DeviceMesh | None = None) -> nn.Cell:
+    """Build the model of `plan.model` and apply the plan to it: `apply(build_model(plan), plan, mesh)`."""
+    return apply(build_model(plan), plan, mesh)

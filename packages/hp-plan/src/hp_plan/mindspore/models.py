@@ -1,14 +1,16 @@
-"""Reading a MindSpore Cell for a plan, and adapting one besides styles and sharding."""
+"""Reading a MindSpore Cell for a plan, its tensors' contents too, and adapting one besides styles and sharding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import mindspore
-from mindspore import Tensor, nn
+import numpy as np
+from mindspore import Parameter, Tensor, nn
 
-from hp_dtensor import DeviceMesh, implicit_replication
+from hp_dtensor import DeviceMesh, DTensor, implicit_replication
 from hp_dtensor.mindspore.extend import replicate_parameters
 from hp_fsdp.extend import watch_optimizers
 from hp_plan.plan import ParallelPlan
@@ -175,3 +177,40 @@ def compile(module: nn.Cell, backend: str) -> NoReturn:
 
 def balance_all_tokens(model: nn.Cell) -> None:
     """Do nothing: transformers' models, which add such a loss, are PyTorch's."""
+
+
+def named_tensors(model: nn.Cell) -> Iterator[tuple[str, Parameter]]:
+    """List parameters, running statistics among them, each once."""
+    seen: set[int] = set()
+    for name, parameter in named_parameters(model):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield name, parameter
+
+
+def describe(tensor: Tensor) -> str:
+    """Return shape and dtype as a text."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).lower()}"
+
+
+def is_comparable(value: Any) -> bool:
+    """Return True for a plain tensor."""
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def digests(tensors: Sequence[Tensor]) -> list[int]:
+    """Return a number for each tensor that differs where contents do."""
+    return [_digest(tensor) for tensor in tensors]
+
+
+def _digest(tensor: Tensor) -> int:
+    wide = tensor.astype(mindspore.float32) if tensor.dtype == mindspore.bfloat16 else tensor
+    data = np.ascontiguousarray(wide.asnumpy()).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def overwrite(tensor: Parameter, fill: Callable[[Tensor], Any]) -> None:
+    """Let a function write to memory with the tensor's contents, and keep what it wrote."""
+    memory = Tensor(tensor.asnumpy(), tensor.dtype) if tensor.dtype != mindspore.bfloat16 else tensor.value().copy()
+    fill(memory)
+    tensor.set_data(memory)

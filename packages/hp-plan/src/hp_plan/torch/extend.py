@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from hp_plan.torch.build import begin, build_objective, finish
 from hp_plan.torch.library.adapters import adapter_texts
 from hp_plan.torch.library.folders import no_progress_bars
-from hp_plan.torch.library.materialize import begin, build_objective, finish
-from hp_plan.torch.training.evaluation import evaluate, evaluating
 from hp_plan.torch.training.loss import backward_loss
+from hp_plan.torch.training.objectives import evaluate, evaluating
 from hp_plan.torch.training.parts import clip_gradients
 
 __all__ = [

@@ -1,14 +1,17 @@
-"""Reading a torch Module for a plan, and adapting one besides styles and sharding."""
+"""Reading a torch Module for a plan, its tensors' contents too, and adapting one besides styles and sharding."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, distribute_tensor, implicit_replication
 from hp_dtensor.torch.extend import become
@@ -18,17 +21,17 @@ from hp_plan.features.sequences import caps_logits
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import Compare
 from hp_plan.structure.outline import ExpertsOutline, ModelOutline, ModuleOutline, declared_table, named_by
-from hp_plan.torch.comparing.saved import saved_bytes as saved_bytes
 from hp_plan.torch.library import pretrained as library
-from hp_plan.torch.library.adapted_parameters import shard_adapters as shard_adapters
-from hp_plan.torch.library.adapted_parameters import sum_beside_parameters as sum_beside_parameters
-from hp_plan.torch.library.saving import save_whole
+from hp_plan.torch.library.adapters import shard_adapters as shard_adapters
+from hp_plan.torch.library.adapters import sum_beside_parameters as sum_beside_parameters
+from hp_plan.torch.library.pretrained import save_whole
 from hp_plan.torch.sequences import context
 from hp_platform.extend import map_nested
 from hp_styles.extend import hook
 from hp_styles.torch.extend import modules as styles_modules
 from hp_styles.torch.extend import refuse_compiled
 
+T = torch.Tensor
 Plain = Callable[[Any], Any]
 
 
@@ -139,6 +142,65 @@ def example(rows: int, tokens: int) -> dict[str, torch.Tensor]:
     """Return inputs of a shape that make a causal language model return its loss."""
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device="cpu")
     return {"input_ids": ids, "labels": ids}
+
+
+def saved_bytes(model: nn.Module, length: int, width: int) -> tuple[int, int] | None:
+    """Count what a sample saves up to its logits.
+
+    Args:
+        model: on meta.
+        length: tokens of the sample.
+        width: entries of a hidden state.
+
+    Returns:
+        Bytes of hidden states, and of the rest; None where the forward does not run on meta.
+    """
+    own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+    kept: dict[int, tuple[T, bool]] = {}
+
+    def pack(tensor: T) -> T:
+        number = tensor.untyped_storage()._cdata
+        if number not in own:
+            kept.setdefault(number, (tensor.detach(), tensor.dim() > 1 and tensor.shape[-1] == width))
+        return tensor
+
+    trains = model.training
+    ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    try:
+        with torch.random.fork_rng([]), saved_tensors_hooks(pack, lambda tensor: tensor), _Fused():
+            model.train()(input_ids=ids, use_cache=False)
+    except Exception:  # whatever a model does that shapes alone do not allow
+        return None
+    finally:
+        model.train(trains)
+    sizes = {True: 0, False: 0}
+    for tensor, hidden in kept.values():
+        sizes[hidden] += tensor.untyped_storage().nbytes()
+    return sizes[True], sizes[False]
+
+
+class _Fused(TorchFunctionMode):
+    """Attention that saves what a fused kernel saves: on meta, torch's own would save its weights."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value"), args)) | (kwargs or {})
+            return _Attention.apply(given["query"], given["key"], given["value"])
+        if func is T.__bool__ and args[0].is_meta:
+            return True  # that a mask hides nothing, and that nothing is packed
+        return func(*args, **(kwargs or {}))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: T, key: T, value: T) -> T:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: T) -> Any:
+        raise AssertionError("nothing is differentiated")
 
 
 def replicate_rest(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -283,3 +345,49 @@ def batch_of(
     """
     batch = {"input_ids": tokens, "labels": tokens if labels is None else labels}
     return batch if positions is None else {**batch, "position_ids": positions}
+
+
+_ROW = 1024  # numbers of 8 bytes
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """List parameters and buffers, each once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Return shape and dtype as a text."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def is_comparable(value: Any) -> bool:
+    """Return True for a plain tensor with memory."""
+    plain = type(value) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    return plain and not value.is_meta and value.layout is torch.strided and not value.is_quantized
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a number for each tensor that differs where contents do."""
+    return [int(each) for each in [digest(tensor) for tensor in tensors]]  # all are begun before one is waited for
+
+
+@torch.no_grad()
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number, still on the device, that differs where bytes or their order do."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if len(flat) % (8 * _ROW):
+        flat = F.pad(flat, (0, -len(flat) % (8 * _ROW)))
+    numbers = flat.view(torch.int64).view(-1, _ROW)
+    rows = torch.arange(1, len(numbers) + 1, device=flat.device) * 0x9E3779B97F4A7C1
+    columns = torch.arange(1, _ROW + 1, device=flat.device) * 0x5851F42D4C957F2D
+    return (numbers.sum(1) * rows).sum() + (numbers.sum(0) * columns).sum() + tensor.numel()
+
+
+@torch.no_grad()
+def overwrite(tensor: torch.Tensor, fill: Callable[[torch.Tensor], Any]) -> None:
+    """Let a function write to contiguous memory of the tensor's contents, and keep what it wrote."""
+    memory = tensor.detach().contiguous()
+    fill(memory)
+    if memory.data_ptr() != tensor.data_ptr():
+        tensor.copy_(memory)

@@ -16,10 +16,8 @@ from hp_plan.plan import ParallelPlan, context_tokens, data_parallel_rows
 from hp_plan.port import models
 from hp_plan.sections import CompileSection, MemorySection
 from hp_plan.structure.memory import BYTES, memory_left, training_bytes
-from hp_plan.torch.build import build_model, build_optimizer, build_schedule
-from hp_plan.torch.comparing.compared import Compared
-from hp_plan.torch.comparing.float64 import Float64
-from hp_plan.torch.library.materialize import build_objective
+from hp_plan.torch.build import build_model, build_objective, build_optimizer, build_schedule
+from hp_plan.torch.compared import Compared, Float64
 from hp_plan.torch.models import batch_of, loss_inputs
 from hp_plan.torch.sequences.context_guard import unguarded
 from hp_plan.torch.training.loss import backward_loss, gives_items

@@ -18,7 +18,7 @@ from hp_moe import register_experts
 from hp_plan.reading.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.sections import ModelSection
 from hp_plan.torch.library import pretrained
-from hp_plan.torch.library.conversions import conversions_of, renamed
+from hp_plan.torch.library.placed import conversions_of, renamed
 
 _SHOWN = 5
 _OTHER = "take the folder of another model, or write weights = 'random' to draw the weights anew"

@@ -1,1 +1,0 @@
-"""A plan beside one process, and what backward needs."""
