@@ -6,9 +6,9 @@ import pytest
 import torch
 from moe_models import OWN, Float64, build, experts
 
-import hp_moe.torch.library as library
 from hp_moe import register_experts
 from hp_moe.layer.experts import compute
+from hp_moe.torch import modules
 from hp_testing import device_type
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.framework("torch")
 @pytest.mark.parametrize("family", OWN)
 def test_grouped_products_equal_the_librarys_own(family, monkeypatch):
     calls = []
-    monkeypatch.setattr(library, "compute", lambda *inputs: calls.append(inputs[0]) or compute(*inputs))
+    monkeypatch.setattr(modules, "compute", lambda *inputs: calls.append(inputs[0]) or compute(*inputs))
     name = register_experts()
     eager, grouped = build(family).to(device_type()), build(family).to(device_type())
     forward = type(experts(grouped)[0]).forward

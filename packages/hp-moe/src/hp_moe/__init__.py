@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hp_moe.layer.overlap import overlap_experts
+from hp_moe.layer.layer import overlap_experts
 from hp_moe.placement.placement import ExpertPlacement, plan_replicas
 from hp_moe.placement.rebalancing import get_placement_state, place_experts, rebalance, set_placement_state
 from hp_moe.routes.capacity import Drops, report_drops
@@ -12,10 +12,8 @@ from hp_moe.styles import BaseExpertParallel, ExpertParallel, ExpertTensorParall
 from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
-    from hp_moe.torch.auxiliary import global_auxiliary_loss
-    from hp_moe.torch.balance import MoEAuxLossAutoScaler, update_expert_bias
-    from hp_moe.torch.library import register_experts
-    from hp_moe.torch.modules import FeedForward, GroupedExperts, MoE, TokenChoiceTopKRouter
+    from hp_moe.torch.balance import MoEAuxLossAutoScaler, global_auxiliary_loss, update_expert_bias
+    from hp_moe.torch.modules import FeedForward, GroupedExperts, MoE, TokenChoiceTopKRouter, register_experts
 
 __all__ = [
     "BaseExpertParallel",
@@ -49,8 +47,8 @@ __getattr__, __dir__ = lazy_exports(
         "MoE": "modules",
         "MoEAuxLossAutoScaler": "balance",
         "TokenChoiceTopKRouter": "modules",
-        "global_auxiliary_loss": "auxiliary",
-        "register_experts": "library",
+        "global_auxiliary_loss": "balance",
+        "register_experts": "modules",
         "update_expert_bias": "balance",
     },
 )

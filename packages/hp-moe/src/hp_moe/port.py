@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hp_dtensor import DeviceMesh, Placement
-from hp_moe.routes.sources import Sources
+from hp_moe.routes.dispatch import Sources
 from hp_platform.extend import load_port
 
 Tensor = Any

@@ -11,7 +11,7 @@ from hp_moe.layer.layer import run_over_ranks
 from hp_moe.placement.placement import ExpertPlacement
 from hp_moe.port import port
 from hp_moe.routes.dispatch import Combine
-from hp_moe.routes.two_hops import Axes
+from hp_moe.routes.routes import Axes
 from hp_styles import ParallelStyle
 from hp_styles.extend import applied_name, claim
 

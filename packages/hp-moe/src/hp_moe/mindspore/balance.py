@@ -13,7 +13,7 @@ from hp_moe.layer.checks import check_counted_together
 from hp_platform import get_platform
 
 
-def count(layer: Any, counts: np.ndarray) -> None:
+def add_counts(layer: Any, counts: np.ndarray) -> None:
     """Add counts of a forward to a layer's, in training, and not where backward computes a Cell again."""
     if layer.training and not recomputes():
         layer.tokens_per_expert += counts
@@ -84,3 +84,15 @@ class MoEAuxLossAutoScaler(_Function):
 def attach_loss(output: Tensor, loss: Tensor) -> Tensor:
     """Return the output; backward through it also runs backward from the loss."""
     return MoEAuxLossAutoScaler.apply(output, loss)
+
+
+def global_auxiliary_loss(model: nn.Cell, *, group: Any = None) -> Any:
+    """Refuse: it is for transformers' models.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "global_auxiliary_loss is for transformers' models, which run on PyTorch: use MoE(load_balance_coeff=...,"
+        " sequence_partition_group=...)"
+    )

@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 from hp_moe.layer.checks import check_bias, check_router
 from hp_moe.layer.experts import compute, describe
-from hp_moe.mindspore.balance import attach_loss, balance_loss, count
+from hp_moe.mindspore.balance import add_counts, attach_loss, balance_loss
 from hp_moe.mindspore.exchange import Spread
 from hp_moe.mindspore.port import order, swiglu
 
@@ -124,7 +124,7 @@ class MoE(nn.Cell):
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen, scores = self.router(tokens, self.expert_bias)
         counts = np.bincount(chosen.asnumpy().reshape(-1), minlength=self.router.num_experts)
-        count(self, counts)
+        add_counts(self, counts)
         if self.load_balance_coeff is not None:
             loss = balance_loss(scores, counts, top_k, self.sequence_partition_group)
             weights = attach_loss(weights, loss * self.load_balance_coeff)
@@ -139,3 +139,11 @@ class MoE(nn.Cell):
         if self.shared_expert is not None:
             total = total + self.shared_expert(tokens)
         return total.reshape(x.shape)
+
+
+def register_experts(name: str = "grouped_linear") -> str:
+    """Raise: transformers' models do not run on MindSpore."""
+    raise NotImplementedError(
+        f"register_experts: cannot register {name!r}: transformers' models are PyTorch's; GroupedExperts has grouped"
+        " products on MindSpore"
+    )

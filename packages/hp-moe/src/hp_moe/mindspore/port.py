@@ -20,7 +20,7 @@ from hp_dtensor.mindspore.extend import distribute_parameter
 from hp_moe.mindspore.balance import recomputes as recomputes
 from hp_moe.mindspore.exchange import Combined, Exchange, Gathered, Grouped, Repeated, Scattered, Spread, Summed, taken
 from hp_moe.port import Traits
-from hp_moe.routes.sources import Sources
+from hp_moe.routes.dispatch import Sources
 from hp_platform import get_platform
 
 Numbers = np.ndarray

@@ -1,8 +1,9 @@
-"""Mixtures of experts for models of one's own."""
+"""Mixtures of experts for models of one's own, and their grouped products for models of transformers."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,8 +13,8 @@ from torch import nn
 
 from hp_moe.layer.checks import check_bias, check_router
 from hp_moe.layer.experts import compute, describe
-from hp_moe.torch.balance import attach_loss, balance_loss, count
-from hp_moe.torch.port import order, spread
+from hp_moe.torch.balance import add_counts, attach_loss, balance_loss
+from hp_moe.torch.port import count, message, not_finite, order, slots, spread
 
 T = torch.Tensor
 
@@ -199,7 +200,7 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)
         weights, chosen, scores = self.router(tokens, self.expert_bias)
         counts = torch.bincount(chosen.flatten(), minlength=self.router.num_experts)
-        count(self, counts)
+        add_counts(self, counts)
         if self.load_balance_coeff is not None and torch.is_grad_enabled():
             loss = balance_loss(scores, counts, self.router.top_k, self.sequence_partition_group)
             weights = attach_loss(weights, loss * self.load_balance_coeff)
@@ -216,3 +217,66 @@ class MoE(nn.Module):
         if shared is not None:
             total = total + shared
         return total.view(x.shape)
+
+
+def register_experts(name: str = "grouped_linear") -> str:
+    """Add an implementation of experts to those that transformers chooses from by name; nothing of it is replaced.
+
+    It multiplies the rows of all experts in one kernel where torch has one for the dtype, else by products whose
+    backward costs no more, float64 among them. It saves the inputs of the products alone, and adds results up in the
+    order of a token's choices.
+
+        config = Qwen3MoeConfig(experts_implementation=register_experts())
+
+    Args:
+        name: that configurations choose it by.
+
+    Returns:
+        The name.
+
+    Raises:
+        ImportError: there is no transformers, or one without a registry of experts.
+        ValueError: the name is that of another implementation.
+    """
+    try:
+        registry: Any = importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+    except (ImportError, AttributeError) as error:
+        raise ImportError("register_experts needs transformers: pip install 'transformers>=5'") from error
+    if name == "eager" or registry.get(name, experts_forward) is not experts_forward:
+        raise ValueError(f"register_experts: {name!r} is another implementation of transformers; choose another name.")
+    registry.register(name, experts_forward)
+    return name
+
+
+def experts_forward(module: Any, hidden_states: T, top_k_index: T, top_k_weights: T) -> T:
+    """Compute the sum over choices of weight times expert, for each token.
+
+    Args:
+        module: of experts, all of them on this rank.
+        hidden_states: ``[tokens, hidden]``.
+        top_k_index: ``[tokens, choices]``, numbers of experts.
+        top_k_weights: ``[tokens, choices]``.
+
+    Raises:
+        RuntimeError: transformers spreads the experts over ranks itself.
+        ValueError: numbers that are no expert's, or weights that are not finite.
+    """
+    own, choices = describe(module), top_k_index.shape[-1]
+    if getattr(module, "_is_expert_parallel", False):
+        raise RuntimeError(
+            f"{own.name}: transformers spreads these experts over ranks itself; take hp_moe.ExpertParallel in its"
+            " place, or experts_implementation='grouped_mm'."
+        )
+    places, unknown = slots(top_k_index, tuple(range(own.experts)))
+    told = [count(places, own.experts), unknown, not_finite(top_k_weights)]
+    *sizes, unknown, infinite = message(told, places).tolist()
+    if unknown or infinite:
+        raise ValueError(
+            f"{own.name}: {unknown} choices are none of {own.experts} experts, whose numbers go from 0 to"
+            f" {own.experts - 1}, and {infinite} weights are not finite: look at the router."
+        )
+    there, back = order(places)
+    rows = spread(hidden_states, there, back, choices)
+    weights = spread(top_k_weights.reshape(-1, 1).to(hidden_states.dtype), there, back, 1)
+    out = compute(module, own, rows, sizes, lambda name: getattr(module, name), weights)
+    return spread(out, back, there, 1).unflatten(0, (-1, choices)).sum(1).to(hidden_states.dtype)

@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hp_dtensor.torch.extend import local_view
-from hp_moe.routes.sources import Sources
+from hp_moe.routes.dispatch import Sources
 from hp_platform import get_platform
 from hp_platform.extend import TreeSum
 

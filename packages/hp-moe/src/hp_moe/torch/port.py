@@ -13,10 +13,12 @@ from torch import nn
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.torch.extend import distribute_parameter
 from hp_moe.port import Traits, Transfer
-from hp_moe.torch import migration, pieces
+from hp_moe.torch import pieces
 from hp_moe.torch.balance import recomputes as recomputes
 from hp_moe.torch.exchange import Combined, Pinned, Recomputed, Repeated, Spread, Summed, SwiGlu
 from hp_moe.torch.transfer import AsyncExchange, Gathered, NoExchange, Scattered
+from hp_moe.torch.transfer import belongings as belongings
+from hp_moe.torch.transfer import move as move
 from hp_platform import get_platform
 from hp_platform.torch import grouped as products
 
@@ -40,9 +42,6 @@ def distribute(
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Let a module's calls run ``forward``; a method, as a copy of the module binds it to itself."""
     module.forward = types.MethodType(forward, module)
-
-
-belongings, move = migration.belongings, migration.move
 
 
 def named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
