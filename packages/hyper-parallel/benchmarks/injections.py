@@ -41,7 +41,7 @@ def model(log="", injection=""):
 
 def log_samples(path):
     """Note which global samples this rank is given in each step, and what they hold."""
-    from hyper_parallel.training.batches import Batches
+    from hyper_parallel.data.samples import Batches
 
     take = Batches.take
 
@@ -66,7 +66,7 @@ class Injection:
     def _watch(self):
         from hp_checkpoint import Checkpointer
         from hp_platform.extend import observers
-        from hyper_parallel.training.batches import Batches
+        from hyper_parallel.data.samples import Batches
 
         take, backward = Batches.take, torch.autograd.backward
 

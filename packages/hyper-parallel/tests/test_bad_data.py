@@ -128,7 +128,7 @@ def poisoned(at, gradient):
 
 def diverges(folder, gradient, text):
     from hyper_parallel.reports.output import prepare_folder
-    from hyper_parallel.supervision.failed_steps import DivergedError
+    from hyper_parallel.supervision.run_end import DivergedError
     from hyper_parallel.worker import train
 
     (folder / "text").write_bytes(b"to be or not to be, " * 20)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.data import DataError, Rows
-from hyper_parallel.training.batches import Batches
+from hyper_parallel.data.samples import Batches
 
 
 class Numbers:

@@ -15,8 +15,7 @@ from hyper_parallel.data import (
     write_tokens,
 )
 from hyper_parallel.data.tokenization.tokenized import prepare
-from hyper_parallel.data.tokenization.tokenizing import Bytes
-from hyper_parallel.data.tokenization.tokens import TokenFile
+from hyper_parallel.data.tokenization.tokens import Bytes, TokenFile
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hp_testing import on_ranks
 from hyper_parallel.commands import cli
 from hyper_parallel.data import DataError
 from hyper_parallel.data.examples import Examples
-from hyper_parallel.data.tokenization.tokenizing import read_tokenizer
+from hyper_parallel.data.tokenization.tokens import read_tokenizer
 from hyper_parallel.reports.output import OutputError
 from hyper_parallel.training.evaluating import check_checkpoint, check_parts, evaluate
 from hyper_parallel.training.prompts import check_prompts, first_prompt, prompt_tokens

@@ -19,7 +19,7 @@ from hyper_parallel.data.examples import Examples
 from hyper_parallel.data.packing import Cut, Padded
 from hyper_parallel.data.samples import IGNORED
 from hyper_parallel.data.tokenization.tokenized import is_prepared, prepare
-from hyper_parallel.data.tokenization.tokenizing import Bytes, read_tokenizer
+from hyper_parallel.data.tokenization.tokens import Bytes, read_tokenizer
 from hyper_parallel.training.checking import check_run
 
 pytestmark = pytest.mark.framework("torch")  # transformers reads chat templates

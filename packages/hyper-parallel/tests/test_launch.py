@@ -7,7 +7,7 @@ from hp_plan import ModelSection, ParallelPlan
 from hp_platform.extend import Place
 from hyper_parallel.launching.launch import Job, RankFailure
 from hyper_parallel.supervision import run_end as ends
-from hyper_parallel.supervision.failed_steps import DivergedError
+from hyper_parallel.supervision.run_end import DivergedError
 
 
 def test_a_failure_that_ranks_agree_on_is_that_of_all():

@@ -13,7 +13,7 @@ from hyper_parallel.commands import cli
 from hyper_parallel.data import DataError, TokenFile
 from hyper_parallel.data.documents import read_documents
 from hyper_parallel.data.tokenization.tokenized import prepare
-from hyper_parallel.data.tokenization.tokenizing import Bytes, read_tokenizer
+from hyper_parallel.data.tokenization.tokens import Bytes, read_tokenizer
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hp_offload.extend import BudgetError
 from hp_plan import ParallelPlan, PlanError
 from hp_testing import run_ranks
 from hyper_parallel.reports.output import prepare_folder
-from hyper_parallel.supervision.failed_steps import MemoryShortage, advice, over_budget
+from hyper_parallel.supervision.run_end import MemoryShortage, advice, over_budget
 from hyper_parallel.worker import train
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of address space are Linux's")

@@ -19,7 +19,7 @@ from hp_testing import on_ranks, run_ranks
 from hyper_parallel.data import Packed, Rows, TokenFile, write_tokens
 from hyper_parallel.torch import trainer
 from hyper_parallel.torch.trainer import Trainer
-from hyper_parallel.training.validation import Validation
+from hyper_parallel.training.evaluating import Validation
 
 
 @on_ranks(2)
@@ -199,7 +199,7 @@ def test_what_fails_after_the_last_step_does_not_fail_the_run(tmp_path):
     with (
         mock.patch.dict(sys.modules, {"matplotlib.figure": None}),
         mock.patch("hyper_parallel.reports.sinks.JsonLines.close", side_effect=full),
-        mock.patch("hyper_parallel.training.profiling.Profile.close", side_effect=full),
+        mock.patch("hyper_parallel.run.Profile.close", side_effect=full),
         mock.patch("hyper_parallel.torch.trainer.write_sample", side_effect=full),
     ):
         summary = run(tmp_path, {"dp_shard": 2}, changed=changed)

@@ -11,9 +11,9 @@ from hp_checkpoint.extend import Ranks
 from hp_plan.extend import read_plan
 from hyper_parallel.data import DataError, write_tokens
 from hyper_parallel.data.tokenization.tokenized import prepare
-from hyper_parallel.data.tokenization.tokenizing import Bytes
+from hyper_parallel.data.tokenization.tokens import Bytes
 from hyper_parallel.training.checking import check_run
-from hyper_parallel.training.validation import Validation
+from hyper_parallel.training.evaluating import Validation
 
 
 def problems(tables, config=None):

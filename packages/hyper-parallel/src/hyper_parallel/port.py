@@ -16,7 +16,7 @@ from hp_plan import ParallelPlan
 from hp_platform.extend import Place, load_port
 from hyper_parallel.data import Rows
 from hyper_parallel.launching.launch import Job
-from hyper_parallel.supervision.failed_steps import Spot, Storage
+from hyper_parallel.supervision.run_end import Spot, Storage
 
 Result = TypeVar("Result")
 Scalar = Any
@@ -161,7 +161,7 @@ class Profiling(Protocol):
 
 
 class Shortages(Protocol):
-    """Memory that ran out; `<framework>/shortage.py`."""
+    """Memory that ran out; `<framework>/process.py`."""
 
     def ran_out(self, error: BaseException) -> bool:
         """Tell whether an error says that."""
@@ -183,7 +183,7 @@ def profiling() -> Profiling:
 
 def shortages() -> Shortages:
     """Get the framework's look at memory that ran out."""
-    return load_port(Shortages, "shortage")
+    return load_port(Shortages, "process")
 
 
 def launcher() -> Launcher:

@@ -1,7 +1,8 @@
-"""A training run: its steps, its checkpoints, and how it goes on after an end."""
+"""A training run: its steps, those that are profiled, its checkpoints, and how it goes on after an end."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -31,25 +32,66 @@ from hyper_parallel.data import (
     open_data,
     open_samples,
 )
+from hyper_parallel.data.samples import Batches
 from hyper_parallel.data.tokenization.tokenized import agreed_files, with_tokens
 from hyper_parallel.launching.launch import Resume
-from hyper_parallel.port import Numbers, Trainer, gathering, shortages, training
+from hyper_parallel.port import Numbers, Profiler, Trainer, gathering, profiling, shortages, training
 from hyper_parallel.reports.output import CHECKPOINTS, OutputError, Step, attempt, replace_text
 from hyper_parallel.reports.run_metadata import known_peak
-from hyper_parallel.supervision.failed_steps import (
+from hyper_parallel.supervision.run_end import (
     DivergedError,
     MemoryShortage,
+    Stop,
     check_finite,
     over_budget,
-    report,
-    write,
+    report_shortage,
+    write_shortage,
 )
-from hyper_parallel.supervision.run_end import Stop
-from hyper_parallel.training.batches import Batches
-from hyper_parallel.training.profiling import Profile
+from hyper_parallel.training.evaluating import Validation
 from hyper_parallel.training.prompts import Prompts
 from hyper_parallel.training.resuming import changes, hyperparameters, next_sample, order
-from hyper_parallel.training.validation import Validation
+
+PROFILE = "profile"
+
+
+class Profile:
+    """The steps of a plan's `[profile]`, on this rank.
+
+    Args:
+        plan: the run's.
+        trainer: whose model's modules are named in the trace.
+        folder: of the run.
+        rank: this process's.
+    """
+
+    def __init__(self, plan: ParallelPlan, trainer: Trainer, folder: Path, *, rank: int) -> None:
+        section = plan.profile
+        here = section.start is not None and rank in section.ranks
+        self._first = section.start if here else None
+        self._last = (section.start or 0) + section.steps - 1
+        self._model, self._path = trainer.model, folder / PROFILE / f"rank-{rank}.json"
+        self._profiler: Profiler | None = None
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Record a step if it is one of those to profile; the trace is written after the last of them."""
+        if step == self._first:
+            self._path.parent.mkdir(exist_ok=True)
+            self._profiler = profiling().Profiler(self._model, self._path)
+        if self._profiler is None:
+            yield
+            return
+        with self._profiler.named(f"hp.step {step}"):
+            yield
+        if step == self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is recorded, of a run that ended before the last of its profiled steps."""
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
+
 
 _GO_ON = "go on with the plan that the run has begun with, or choose another folder with --out"
 
@@ -263,8 +305,8 @@ class Run:
         own, trainer = shortages(), self.trainer
         place, rank = own.place(error, trainer.model), self.ranks.rank
         storages = own.storages(error, trainer.model, trainer.optimizer)
-        text = report(error, self.plan, rank=rank, step=self.step + 1, place=place, storages=storages)
-        write(self.folder, rank, text)
+        text = report_shortage(error, self.plan, rank=rank, step=self.step + 1, place=place, storages=storages)
+        write_shortage(self.folder, rank, text)
         return text
 
     def _computed(self, begun: float) -> _Launched:

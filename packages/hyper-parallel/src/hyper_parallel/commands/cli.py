@@ -45,19 +45,18 @@ from hp_platform.extend import (
     wanted_platform,
 )
 from hyper_parallel import worker
-from hyper_parallel.commands import checkpoints, showing
+from hyper_parallel.commands import checkpoints, proposing
 from hyper_parallel.commands.data import app as data_app
+from hyper_parallel.commands.data import show as show_documents
 from hyper_parallel.commands.doctor import examine_machine
-from hyper_parallel.commands.proposing import init
 from hyper_parallel.commands.reporting import Version, leads, say, saying_what_is_saved, show_diagnostics, user_errors
 from hyper_parallel.commands.slurm import Request, check_request, job_script
 from hyper_parallel.data.tokenization.tokenized import text_notes
-from hyper_parallel.launching.launch import Job, Resume
+from hyper_parallel.launching.launch import Job, Resume, hand_over_terminal
 from hyper_parallel.port import launcher
 from hyper_parallel.reports.display import evaluation_text, findings_table, make_console, settings_table, verify_table
 from hyper_parallel.reports.output import OutputError, claimed, prepare_folder, replace_text
 from hyper_parallel.reports.page import report_page
-from hyper_parallel.supervision.debugging import hand_over_terminal
 from hyper_parallel.training.checking import check_first_call, check_run
 from hyper_parallel.training.evaluating import check_checkpoint, check_parts
 from hyper_parallel.training.resuming import check_resume
@@ -75,7 +74,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON lines in place of
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(checkpoints.app, name="checkpoint")
 app.add_typer(data_app, name="data")
-app.command()(init)
+app.command()(proposing.init)
 
 
 @app.callback()
@@ -277,7 +276,7 @@ def show_data(
         read, diagnostics = read_plan(tables)
         if diagnostics:
             raise PlanError(diagnostics)
-        showing.show(read, first, count, json_lines=json_lines)
+        show_documents(read, first, count, json_lines=json_lines)
 
 
 @app.command()
@@ -387,14 +386,14 @@ def schedule(
         if svg is not None:
             svg.write_text(to_svg(result.choice.trace), encoding="utf-8")
         if json_lines:
-            typer.echo(json.dumps(showing.as_dict(result)))
+            typer.echo(json.dumps(proposing.as_dict(result)))
             return
         console = make_console()
-        console.print(showing.title(read, result.choice), markup=False)
+        console.print(proposing.title(read, result.choice), markup=False)
         typer.echo(to_text(result.choice.trace, max(20, min(console.width, 120) - 32)))
         typer.echo("(seconds at 1 Tflop/s a rank; activations as without tensor parallelism)")
-        console.print(showing.ranks_table(result.choice))
-        console.print(showing.advice(result), markup=False)
+        console.print(proposing.ranks_table(result.choice))
+        console.print(proposing.advice(result), markup=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from hyper_parallel.launching.launch import Interrupted, RankFailure
 from hyper_parallel.reports.display import diagnostics_table, make_console
 from hyper_parallel.reports.output import CHECKPOINTS, METRICS, OutputError, newest_checkpoint
 from hyper_parallel.reports.run_metadata import versions
-from hyper_parallel.supervision.failed_steps import DivergedError, MemoryShortage
+from hyper_parallel.supervision.run_end import DivergedError, MemoryShortage
 
 _ADVISED = (CheckpointError, DataError, DivergedError, MemoryShortage, OutputError)
 

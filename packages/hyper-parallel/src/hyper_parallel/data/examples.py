@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.data.documents import DataError, read_rows
-from hyper_parallel.data.tokenization.tokenizing import Tokenizer
+from hyper_parallel.data.tokenization.tokens import Tokenizer
 
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),

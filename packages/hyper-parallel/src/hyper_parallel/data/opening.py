@@ -1,7 +1,8 @@
-"""The training data of a plan, opened, and its content, so that other data under the same name is noticed."""
+"""The training data of a plan, opened, that to validate on too, and its content, so that other data is noticed."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hp_plan import DataSection
+from hp_plan import DataSection, ParallelPlan
 from hyper_parallel.data.documents import VOCABULARY, DataError, check_text, read_text
 from hyper_parallel.data.packing import Cut, Joined, Packed, Padded
 from hyper_parallel.data.samples import Mixture, Rows, Samples, Windows
@@ -296,3 +297,26 @@ def _digest(arrays: Iterable[Any]) -> str:
     for array in arrays:
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def validation_data(plan: ParallelPlan) -> DataSection:
+    """Return the plan's data section with the data to validate on."""
+    return dataclasses.replace(plan.data, paths=plan.validation.paths, weights=(), shuffle=True)
+
+
+def check_validation(plan: ParallelPlan) -> None:
+    """Check that there are as many samples as the plan validates on.
+
+    Raises:
+        DataError: there are fewer.
+    """
+    wanted = plan.validation.batches * plan.data.batch_size
+    found = len(open_samples(validation_data(plan), seed=0))
+    if found < wanted:
+        message = (
+            f"the data to validate on has {found} samples, but {plan.validation.batches} batches of data.batch_size = "
+            f"{plan.data.batch_size} take {wanted}"
+        )
+        possible = found // plan.data.batch_size
+        fix = f"make validation.batches at most {possible}" if possible else "make data.batch_size smaller"
+        raise DataError(message, f"give more data, or {fix}")

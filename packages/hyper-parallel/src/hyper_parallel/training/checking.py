@@ -10,12 +10,12 @@ from hp_plan.extend import Report, examine, memory_shortage, vocabulary
 from hp_platform.extend import DEVICE, inside_launcher
 from hyper_parallel import worker
 from hyper_parallel.data import VOCABULARY, DataError, check_data, has_tokens
+from hyper_parallel.data.opening import check_validation, validation_data
 from hyper_parallel.data.tokenization.tokenized import check_text_of, tokenizer_of
 from hyper_parallel.launching.launch import Job
 from hyper_parallel.port import launcher
 from hyper_parallel.reports.sinks import missing
 from hyper_parallel.training.prompts import check_prompts
-from hyper_parallel.training.validation import check_validation, validation_data
 
 _LONGEST = 512  # tokens of the sequence that the model is called with to look for what it makes of a part
 UNCALLED = "the model was not called on parts of a sequence, which its first step does and may refuse: {0}"

@@ -1,11 +1,11 @@
-"""Evaluation: the loss of a checkpoint on data, over all of its samples."""
+"""Evaluation: the loss on data that a model is not trained on, of a checkpoint or while a run goes on."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,65 @@ from hp_checkpoint import Checkpointer
 from hp_checkpoint.extend import Ranks, summary
 from hp_plan import ParallelPlan
 from hp_plan.extend import data_parallel_rows, vocabulary
-from hyper_parallel.data import IGNORED, Rows, Samples, describe_cuts, open_data, open_samples
+from hyper_parallel.data import IGNORED, DataError, Rows, Samples, describe_cuts, open_data, open_samples
+from hyper_parallel.data.opening import validation_data
 from hyper_parallel.data.tokenization.tokenized import with_tokens
 from hyper_parallel.port import Trainer, training
 from hyper_parallel.reports.output import OutputError, newest_checkpoint
-from hyper_parallel.training.validation import mean_values
+
+
+class Validation:
+    """The same samples, each time it is called.
+
+    Args:
+        plan: with `[validation]`.
+        rows: this rank's slice of a batch.
+        vocabulary: of the model; tokens beyond it are refused. None doesn't look.
+    """
+
+    def __init__(self, plan: ParallelPlan, rows: slice, *, vocabulary: int | None) -> None:
+        # Another seed of the run is no other data to compare it by.
+        self._samples = open_samples(validation_data(plan), seed=0, vocabulary=vocabulary)
+        self._size, self._batches, self._rows = plan.data.batch_size, plan.validation.batches, rows
+
+    def values(self, trainer: Trainer, ranks: Ranks) -> list[float]:
+        """Return the mean loss of a token, or pair, over all samples, and what is measured; every rank calls it.
+
+        Args:
+            trainer: whose model is validated; it, the random numbers and the training data stay as they are.
+            ranks: of the run.
+
+        Raises:
+            DataError: no sample has a token to predict; on all ranks.
+        """
+        return mean_values(trainer, map(self._batch, range(self._batches)), ranks)
+
+    def _batch(self, number: int) -> Rows:
+        first = number * self._size
+        return self._samples.rows(np.arange(first + self._rows.start, first + self._rows.stop))
+
+
+def mean_values(trainer: Trainer, batches: Iterable[Rows], ranks: Ranks) -> list[float]:
+    """Return the mean loss of a token, or pair, over batches, and what is measured; every rank calls it.
+
+    Args:
+        trainer: whose model is asked.
+        batches: this rank's rows of each.
+        ranks: of the run.
+
+    Raises:
+        DataError: no sample has a token to predict; on all ranks.
+    """
+    own = np.zeros(2 + len(trainer.measures))
+    for rows in batches:
+        values, count = trainer.evaluate(rows)
+        own += np.array([1.0, *values]) * count
+    everyone = np.array([np.frombuffer(record) for record in ranks.gather(own.tobytes())])
+    counted, *totals = (math.fsum(column) for column in everyone.T)
+    if not counted:
+        message = "the samples to validate on have no token to predict: each document of them is one token long"
+        raise DataError(message, "give longer documents, or make validation.batches larger")
+    return [total / counted for total in totals]
 
 
 @dataclasses.dataclass(frozen=True)

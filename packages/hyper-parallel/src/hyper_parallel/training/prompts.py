@@ -13,7 +13,7 @@ from hyper_parallel.data import DataError, find_files, has_tokens
 from hyper_parallel.data.documents import text_files
 from hyper_parallel.data.examples import Examples, chat_of
 from hyper_parallel.data.tokenization.tokenized import tokenizer_of
-from hyper_parallel.data.tokenization.tokenizing import Tokenizer, read_tokenizer
+from hyper_parallel.data.tokenization.tokens import Tokenizer, read_tokenizer
 from hyper_parallel.port import Trainer
 from hyper_parallel.reports.output import Step
 

@@ -27,9 +27,8 @@ from hyper_parallel.data.documents import (
     text_files,
 )
 from hyper_parallel.data.examples import Examples, chat_digest
-from hyper_parallel.data.tokenization.tokenizing import Tokenizer, read_tokenizer, without_end
-from hyper_parallel.data.tokenization.tokens import TokenFile, write_tokens
-from hyper_parallel.training.validation import check_validation, validation_data
+from hyper_parallel.data.opening import check_validation, validation_data
+from hyper_parallel.data.tokenization.tokens import TokenFile, Tokenizer, read_tokenizer, without_end, write_tokens
 
 _AT_ONCE = 256  # documents
 
