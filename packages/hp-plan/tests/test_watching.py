@@ -6,7 +6,7 @@ import pytest
 
 from hp_plan import ParallelPlan
 from hp_plan.checks.checks import check_plan
-from hp_plan.checks.unused_keys import check_effects
+from hp_plan.checks.unused_keys import check_unused_keys
 from hp_testing import device_type
 
 
@@ -75,4 +75,4 @@ def test_no_key_of_validation_is_ignored():
     for section, key in (({"every": 3}, "every"), ({"prompt_tokens": 3}, "prompt_tokens"), ({"batches": 3}, "batches")):
         others = {} if key == "every" else {"paths": ["x"]} if key == "prompt_tokens" else {"prompts": ["x"]}
         plan = ParallelPlan.from_dict({"validation": {**section, **others}})
-        assert [each.key for each in check_effects(plan)] == [f"validation.{key}"]
+        assert [each.key for each in check_unused_keys(plan)] == [f"validation.{key}"]

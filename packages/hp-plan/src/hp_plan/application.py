@@ -68,12 +68,12 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
         RuntimeError: there is no process group, and no launcher set up the environment to create one.
     """
     _ensure_process_group(plan)
-    platform, own = get_platform(), models()
+    platform, port = get_platform(), models()
     ranks = mesh.size() if mesh is not None else platform.groups.size()
     members = list(range(ranks)) if mesh is None else mesh.ranks.reshape(-1).tolist()
     everyone = platform.groups.new_group(members)
     members.sort()
-    outline = own.outline(model)
+    outline = port.outline(model)
 
     def diagnose() -> list[Diagnostic]:
         found = [*check_platform(plan), *check_mesh(plan, ranks), *check_pipeline(plan), *check_fsdp(plan)]
@@ -89,21 +89,21 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if mesh is None:
         mesh = init_device_mesh(platform.devices.kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
     _check_mesh(mesh, axes)
-    own.sum_beside_parameters(model)
+    port.sum_beside_parameters(model)
     if "cp" in axes:
-        own.spread_attention(model)
+        port.spread_attention(model)
     styles = choose_styles(plan, outline).by_name if "tp" in axes or plan.mesh.ep > 1 else {}
     mesh = with_expert_axes(plan, mesh, expert_styles(styles))
     if "pp" in axes:
         return _in_stages(model, plan, mesh, outline, styles, everyone)
     _distribute(model, plan, mesh, outline, styles, outline.modules)
     if outline.balances and plan.mesh.data_parallel * plan.mesh.cp > 1:
-        own.balance_all_tokens(model)  # before outputs are whole sequences again
+        port.balance_all_tokens(model)  # before outputs are whole sequences again
     if "cp" in axes:
-        _border(plan, mesh).attach(own.base(model), plain)
+        _border(plan, mesh).attach(port.base(model), plain)
     if "tp" in axes:
-        own.compare_samples(model, SharedSamples("tp", mesh["tp"]).compare)
-    own.adapt_library_methods(model, tensor_parallel="tp" in axes)
+        port.compare_samples(model, SharedSamples("tp", mesh["tp"]).compare)
+    port.adapt_library_methods(model, tensor_parallel="tp" in axes)
     if activations is not None:
         hp_offload.fit_memory(model, activations, bandwidth=plan.memory.bandwidth)
     return model
@@ -113,21 +113,21 @@ def _in_stages(
     model: Any, plan: ParallelPlan, mesh: DeviceMesh, outline: ModelOutline, styles: Mapping[str, str], everyone: Any
 ) -> Any:
     """Return this rank's stages of the model, each distributed over the ranks that have the same."""
-    own, pp = models(), mesh["pp"]
+    port, pp = models(), mesh["pp"]
     choice = choose_order(plan, model)
     border = None if "cp" not in plan.mesh.axes else _border(plan, mesh)
-    if border is not None and not own.is_empty(model):
+    if border is not None and not port.is_empty(model):
         spread = functools.partial(_spread_attention, model, plan, mesh, outline, outline.modules)
-        border.compare(own.base(model), spread, min(plan.data.sequence_length, _COMPARED))
-    device = get_platform().devices.current_device() if own.is_empty(model) else None
-    kinds = {name: type(module) for name, module in own.named_modules(own.base(model))}
+        border.compare(port.base(model), spread, min(plan.data.sequence_length, _COMPARED))
+    device = get_platform().devices.current_device() if port.is_empty(model) else None
+    kinds = {name: type(module) for name, module in port.named_modules(port.base(model))}
     stages: list[Any] = []
 
     def distribute() -> bytes:
         for index in choice.pipeline.stages[pp.get_local_rank()]:
             stage = choice.split.stage(index)
             # What stands in for modules of other stages has another class.
-            here = {name for name, module in own.named_modules(stage) if type(module) is kinds.get(name)}
+            here = {name for name, module in port.named_modules(stage) if type(module) is kinds.get(name)}
             alone = {info.parameter.rpartition(".")[0] for info in choice.split.shared_in(index)}
             _distribute(stage, plan, mesh, outline, styles, here, alone)
             stages.append(choice.split.pipeline_stage(index, device))
@@ -189,27 +189,27 @@ def _distribute(
         here: names of the modules that `model` runs itself.
         alone: names of modules that are groups of their own.
     """
-    own, axes = models(), plan.mesh.axes
+    port, axes = models(), plan.mesh.axes
     styles = {
         name: style
         for name, style in styles.items()
         if (name if name in outline.modules else name.rpartition(".")[0]) in here
     }
     experts = expert_styles(styles)
-    spread = spread_experts(own.base(model), plan, mesh, outline, experts)
+    spread = spread_experts(port.base(model), plan, mesh, outline, experts)
     if "tp" in axes:
         dense = {name: style for name, style in styles.items() if name not in experts}
-        parallelize_module(own.base(model), mesh["tp"], dense)
-    own.shard_adapters(model)
+        parallelize_module(port.base(model), mesh["tp"], dense)
+    port.shard_adapters(model)
     if "tp" in axes:
-        own.replicate_rest(model, mesh["tp"])
-        own.keep_border_plain(model, mesh["tp"], plain)
+        port.replicate_rest(model, mesh["tp"])
+        port.keep_border_plain(model, mesh["tp"], plain)
     if "cp" in axes:
         _spread_attention(model, plan, mesh, outline, here)
     if plan.mesh.shard_axes:
         _shard(model, plan, mesh, outline, spread, here, alone)
-    save_less(own.base(model), plan, outline, here)
-    compile_blocks(own.base(model), plan, outline, here)
+    save_less(port.base(model), plan, outline, here)
+    compile_blocks(port.base(model), plan, outline, here)
 
 
 def _spread_attention(
@@ -245,11 +245,11 @@ def _shard(
         here: names of the modules that `model` runs itself.
         alone: names of modules that are groups of their own.
     """
-    own, axes = models(), plan.mesh.axes
+    port, axes = models(), plan.mesh.axes
     over = _joined(mesh, plan.mesh.shard_axes)
     if "dp_replicate" in axes:
         over = mesh["dp_replicate", "_".join(plan.mesh.shard_axes)]
-    dtypes = {name: own.dtype(getattr(plan.fsdp, name)) for name in ("param_dtype", "reduce_dtype")}
+    dtypes = {name: port.dtype(getattr(plan.fsdp, name)) for name in ("param_dtype", "reduce_dtype")}
     options = {
         "mesh": over,
         "reshard_after_forward": plan.fsdp.reshard_after_forward,
@@ -258,7 +258,7 @@ def _shard(
         "deterministic": plan.run.deterministic,
     }
     groups = plan.fsdp.groups or block_lists(outline)
-    for name, module in reversed(list(own.named_modules(own.base(model)))):
+    for name, module in reversed(list(port.named_modules(port.base(model)))):
         grouped = name in alone or name in spread or any(matches(pattern, name) for pattern in groups)
         if name and name in here and grouped:
             hp_fsdp.fully_shard(module, **{**options, **spread.get(name, {})})

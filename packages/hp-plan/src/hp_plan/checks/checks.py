@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from hp_optim.extend import is_hidden_matrix
 from hp_plan.checks.alike import check_deterministic
-from hp_plan.checks.unused_keys import check_best, check_effects, check_profile, check_validation
+from hp_plan.checks.unused_keys import check_best, check_profile, check_unused_keys, check_validation
 from hp_plan.features.adapters import check_adapter
 from hp_plan.features.blocks import check_activations, check_compile, check_compiled, check_saving
 from hp_plan.features.experts import (
@@ -343,7 +343,7 @@ def _check_length(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
 # Each takes a plan, and reads its numbers alone.
 _OF_NUMBERS = (
     _check_training,
-    check_effects,
+    check_unused_keys,
     check_pipeline,
     check_fsdp,
     check_memory,

@@ -96,7 +96,7 @@ _READ_BY: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 }
 
 
-def check_effects(plan: ParallelPlan) -> list[Diagnostic]:
+def check_unused_keys(plan: ParallelPlan) -> list[Diagnostic]:
     """Name the values that differ from their defaults and would have no effect."""
     diagnostics = []
     for name, (chooser, keys) in _READ_BY.items():

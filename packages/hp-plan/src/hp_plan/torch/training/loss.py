@@ -15,7 +15,7 @@ from hp_plan.features.loss import IGNORED, Shares, cut_rows, share_out
 from hp_plan.plan import ParallelPlan
 from hp_plan.torch.models import base, batch_of, loss_inputs
 from hp_plan.torch.sequences.context import counts_tokens
-from hp_plan.torch.training.objectives import Objective
+from hp_plan.torch.training.objectives import Objective, of_samples
 from hp_platform import get_platform
 
 T = torch.Tensor
@@ -70,7 +70,7 @@ def backward_loss(
         return torch.stack(losses).mean().detach() if losses else None
 
     def loss_of(part: slice, number: int) -> T:
-        own = {name: value[part] if _of_samples(value) else value for name, value in inputs.items()}
+        own = {name: value[part] if of_samples(value) else value for name, value in inputs.items()}
         with _sees_items(model) if items and plan.mesh.cp == 1 else contextlib.nullcontext():
             loss = model(**own)["loss"]
         weight = 1.0 if items else shares.weights[number]
@@ -210,10 +210,6 @@ def _is_last(stage: Any) -> bool:
 
 def _all_count(labels: T) -> bool:
     return bool((labels[:, 1:] != IGNORED).all())
-
-
-def _of_samples(value: Any) -> bool:
-    return isinstance(value, T) and value.dim() > 0
 
 
 @contextlib.contextmanager

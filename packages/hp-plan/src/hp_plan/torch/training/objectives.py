@@ -68,7 +68,7 @@ def evaluate(
     total, parts = torch.zeros((), dtype=torch.float64, device=tokens.device), cut_rows(plan, len(tokens))
     with evaluating(model), torch.no_grad():
         for part in parts:
-            own = {name: value[part] if _of_samples(value) else value for name, value in inputs.items()}
+            own = {name: value[part] if of_samples(value) else value for name, value in inputs.items()}
             total += model(**own)["loss"]
     return (total if labels is not None else total / len(parts))[None], count
 
@@ -86,7 +86,8 @@ def _of_objective(
     return sums / torch.where(count > 0, count, 1.0), count
 
 
-def _of_samples(value: Any) -> bool:
+def of_samples(value: Any) -> bool:
+    """Tell whether an input of a model has a row for each sample."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
