@@ -23,7 +23,7 @@ from hp_plan.extend import verifier
 from hp_platform import get_platform
 from hp_platform.extend import end_with_parent, launcher_place, record_flight, watch_parent
 from hyper_parallel.data import has_tokens
-from hyper_parallel.launching.launch import Job, Resume, debugged
+from hyper_parallel.launching.launch import Job, Resume
 from hyper_parallel.port import rank_process, training
 from hyper_parallel.reports.display import Reporter, make_reporter
 from hyper_parallel.reports.events import EventWriter, hand_over_output
@@ -31,6 +31,7 @@ from hyper_parallel.reports.output import FILES, METRICS, TEXTS, Curve, OutputEr
 from hyper_parallel.reports.run_metadata import begin
 from hyper_parallel.reports.sinks import JsonLines, Sink, open_sinks
 from hyper_parallel.run import Run, keep_lines
+from hyper_parallel.supervision.debugging import debugged
 from hyper_parallel.supervision.run_end import Stop, keeping_warnings, leave_together, note, tell_end
 from hyper_parallel.training.evaluating import Evaluation, evaluate
 from hyper_parallel.training.prompts import write_texts

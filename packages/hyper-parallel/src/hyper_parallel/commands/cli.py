@@ -52,11 +52,12 @@ from hyper_parallel.commands.doctor import examine_machine
 from hyper_parallel.commands.reporting import Version, leads, say, saying_what_is_saved, show_diagnostics, user_errors
 from hyper_parallel.commands.slurm import Request, check_request, job_script
 from hyper_parallel.data.tokenization.tokenized import text_notes
-from hyper_parallel.launching.launch import Job, Resume, hand_over_terminal
+from hyper_parallel.launching.launch import Job, Resume
 from hyper_parallel.port import launcher
 from hyper_parallel.reports.display import evaluation_text, findings_table, make_console, settings_table, verify_table
 from hyper_parallel.reports.output import OutputError, claimed, prepare_folder, replace_text
 from hyper_parallel.reports.page import report_page
+from hyper_parallel.supervision.debugging import hand_over_terminal
 from hyper_parallel.training.checking import check_first_call, check_run
 from hyper_parallel.training.evaluating import check_checkpoint, check_parts
 from hyper_parallel.training.resuming import check_resume

@@ -1,19 +1,15 @@
-"""Starting ranks: their job, their place among the ranks, how they end, and the terminal of one that is debugged."""
+"""Starting ranks: their job, their place among the ranks, and how they end."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hp_plan import ParallelPlan
-from hp_platform.extend import TERMINAL, Place, inspect_error, open_debugger
 
 Resume = Literal["no", "auto", "new-data"]
 
@@ -116,36 +112,3 @@ def divide_threads(ranks: int) -> int:
     """Return the number of threads for each rank on this machine: together no more than there are cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
-
-
-def hand_over_terminal() -> None:
-    """Name this process's terminal to ranks, which have no standard input, and keep it free of a live display."""
-    if sys.stdin.isatty():
-        os.environ[TERMINAL] = os.ttyname(sys.stdin.fileno())
-    os.environ["TERM"] = "dumb"
-
-
-@contextlib.contextmanager
-def debugged(place: Place, rank: int) -> Iterator[None]:
-    """Let Python's `breakpoint()` stop in one rank alone, and show where that rank fails.
-
-    Args:
-        place: this rank's.
-        rank: the one that is debugged.
-    """
-    before, own = sys.breakpointhook, place.rank == rank
-    says = f"rank {rank} of {place.world_size}; the others go on, and wait where they need it"
-
-    def stop(*_: Any, **__: Any) -> None:
-        if own:
-            open_debugger(sys._getframe(1), says=says)
-
-    sys.breakpointhook = stop
-    try:
-        yield
-    except Exception as error:
-        if own:
-            inspect_error(error, says=f"rank {rank} of {place.world_size} has failed; `quit` ends the run")
-        raise
-    finally:
-        sys.breakpointhook = before
