@@ -111,7 +111,7 @@ class _Debugger(pdb.Pdb):
     def __init__(self, says: str) -> None:
         reads, writes = _terminal() or (None, None)
         super().__init__(
-            stdin=reads, stdout=writes, nosigint=True, skip=["hp_platform.*", "hyper_parallel.launching.launch"]
+            stdin=reads, stdout=writes, nosigint=True, skip=["hp_platform.*", "hyper_parallel.supervision.debugging"]
         )
         self._says = says
 
