@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch._C import _distributed_c10d as c10d
 
 from hp_platform import devices
 from hp_platform.port import Handle
-from hp_platform.torch import hccl_fallback
 from hp_platform.torch.peers import Pending, raise_if_lost
 
 real = torch.view_as_real  # backends know no complex numbers
@@ -72,12 +72,24 @@ _EXCHANGE = tuple(_options(c10d.AllToAllOptions, a) for a in _BOTH)
 _BROADCAST: dict[tuple[int, bool], Any] = {}
 
 
+# Dtypes that ProcessGroupHCCL refuses to reduce but does send: gathered, and reduced in the order of the ranks.
+_NOT_ALL_REDUCED = frozenset({torch.float64})
+_NOT_REDUCE_SCATTERED = frozenset({torch.float64, torch.uint8, torch.bool})
+
+_COMBINE: dict[str, Callable[..., Any]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+
+
 def all_reduce(tensor: torch.Tensor, op: str, group: ProcessGroup, async_op: bool) -> Any:
     """Reduce in place."""
     if tensor.is_complex():
         tensor = real(tensor)
-    if tensor.dtype in hccl_fallback.NOT_ALL_REDUCED and _backend_name(tensor, group) == "hccl":
-        return hccl_fallback.all_reduce(tensor, op, group)
+    if tensor.dtype in _NOT_ALL_REDUCED and _backend_name(tensor, group) == "hccl":
+        return _all_reduce_on_arrival(tensor, op, group)
     return group.allreduce([tensor], _REDUCE[op, async_op])
 
 
@@ -94,8 +106,8 @@ def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, op: str, group: P
     """Reduce and keep this rank's piece."""
     if tensor.is_complex():
         output, tensor = real(output), real(tensor)
-    if tensor.dtype in hccl_fallback.NOT_REDUCE_SCATTERED and _backend_name(tensor, group) == "hccl":
-        return hccl_fallback.reduce_scatter(output, tensor, op, group)
+    if tensor.dtype in _NOT_REDUCE_SCATTERED and _backend_name(tensor, group) == "hccl":
+        return _reduce_scatter_on_arrival(output, tensor, op, group)
     return group._reduce_scatter_base(output, tensor, _SCATTER[op, async_op])
 
 
@@ -225,3 +237,40 @@ def _backend_on(device: Any, group: ProcessGroup) -> str:
             f"a process group of backend {dist.get_backend(group)} does not communicate from {device}: use a device of"
             " that backend, or a group with a backend for this one."
         ) from error
+
+
+class _Parts:
+    """A gather under way, whose parts are reduced when it is waited for."""
+
+    def __init__(self, work: Handle, parts: torch.Tensor, output: torch.Tensor, op: str) -> None:
+        self.work, self.parts, self.output, self.op = work, parts, output, op
+        self.done = False
+
+    def wait(self) -> None:
+        """Wait for the parts and reduce them, once."""
+        if self.done:
+            return
+        self.done = True
+        self.work.wait()
+        with torch.no_grad():
+            total, *others = self.parts.unbind()
+            for part in others:
+                total = _COMBINE[self.op](total, part)
+            self.output.copy_(total)
+
+
+def _all_reduce_on_arrival(tensor: torch.Tensor, op: str, group: ProcessGroup) -> Handle:
+    """Gather every rank's tensor; its place takes their reduction when the handle is waited for.
+
+    It takes the memory of all ranks' tensors.
+    """
+    flat = tensor.view(-1)
+    parts = tensor.new_empty(group.size(), flat.numel())
+    return _Parts(group._allgather_base(parts.view(-1), flat, _GATHER[True]), parts, flat, op)
+
+
+def _reduce_scatter_on_arrival(output: torch.Tensor, tensor: torch.Tensor, op: str, group: ProcessGroup) -> Handle:
+    """Exchange the pieces; the output takes their reduction when the handle is waited for."""
+    flat = output.view(-1)
+    parts = output.new_empty(group.size(), flat.numel())
+    return _Parts(group.alltoall_base(parts.view(-1), tensor.view(-1), [], [], _EXCHANGE[True]), parts, flat, op)
