@@ -7,8 +7,7 @@ import time
 import numpy as np
 
 from hp_checkpoint.disk.files import Kind, lay_out
-from hp_checkpoint.layout.pieces import pieces, scale
-from hp_checkpoint.layout.tensors import Holding
+from hp_checkpoint.layout.tensors import Holding, pieces, scale
 from hp_checkpoint.loading.reads import Units, exchange, request_rows
 from hp_checkpoint.saving.save_plan import Tensor, writers
 from hp_dtensor import RaggedShard, Replicate, Shard

@@ -26,8 +26,8 @@ import flips
 import hostile
 
 from hp_checkpoint import save
+from hp_checkpoint.errors import Ranks
 from hp_checkpoint.layout.state import flatten
-from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.saving import save_state
 from hp_testing import close_pools, run_ranks
 from hp_testing.pools.target import select

@@ -23,10 +23,10 @@ import numpy as np
 
 from hp_checkpoint import load, save
 from hp_checkpoint.disk import storage
-from hp_checkpoint.disk.retention import Keep, steps_in
+from hp_checkpoint.disk.manifest import Keep, steps_in
 from hp_checkpoint.disk.storage import Arena
+from hp_checkpoint.errors import Ranks, describe
 from hp_checkpoint.layout.state import flatten
-from hp_checkpoint.recovery.ranks import Ranks, describe
 from hp_checkpoint.saving import background
 from hp_checkpoint.saving import writer_process as writer
 from hp_checkpoint.saving.saving import prepare_save

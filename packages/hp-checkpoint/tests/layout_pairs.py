@@ -20,9 +20,9 @@ from checkpoint_layouts import choose_placements, choose_shape
 
 from hp_checkpoint import load
 from hp_checkpoint.disk.manifest import Manifest
+from hp_checkpoint.errors import Ranks
 from hp_checkpoint.layout.state import flatten
 from hp_checkpoint.layout.tensors import read_bytes
-from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.saving import save_state
 from hp_dtensor import Placement, distribute_tensor, init_device_mesh
 from hp_platform import get_platform

@@ -21,15 +21,15 @@ import pytest
 from crash_program import empty, loads, state
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, load_checkpoint, save
-from hp_checkpoint.disk import retention, storage
+from hp_checkpoint.disk import manifest, storage
 from hp_checkpoint.disk.files import Kind, lay_out
 from hp_checkpoint.disk.manifest import Manifest, sealed
 from hp_checkpoint.disk.storage import check_space
+from hp_checkpoint.errors import Ranks
 from hp_checkpoint.formats.hugging_face import to_hugging_face
 from hp_checkpoint.layout import tensors
 from hp_checkpoint.layout.state import flatten
 from hp_checkpoint.loading import loading
-from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving import arrangements
 from hp_checkpoint.saving.saving import save_state
 from hp_testing import as_array
@@ -120,7 +120,7 @@ def test_a_save_is_new_by_the_clock_of_the_file_system(tmp_path, monkeypatch):
 )
 def test_what_no_rule_for_removals_can_be(options, error, text):
     with pytest.raises(error, match=text):
-        retention.Keep(**options)
+        manifest.Keep(**options)
 
 
 def test_two_removals_of_a_checkpoint(tmp_path, monkeypatch):
@@ -132,8 +132,8 @@ def test_two_removals_of_a_checkpoint(tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / "step-00000001")
         return [1, 2, 3]
 
-    monkeypatch.setattr(retention, "steps_in", removed)
-    assert retention.prune(tmp_path, retention.Keep(last=1)) == [1, 2]
+    monkeypatch.setattr(manifest, "steps_in", removed)
+    assert manifest.prune(tmp_path, manifest.Keep(last=1)) == [1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"] and loads(tmp_path / "step-00000003", 3)
 
 
@@ -141,8 +141,8 @@ def test_a_checkpoint_that_may_be_the_best_stays(tmp_path):
     for step in (1, 2, 3):
         save(state(step), checkpoint_id=tmp_path / f"step-{step:08d}", no_dist=True)
     (tmp_path / "step-00000002" / "manifest.json").write_bytes(b"{}")
-    assert retention.prune(tmp_path, retention.Keep(last=1, best=1)) == [1]
-    assert retention.prune(tmp_path, retention.Keep(last=1)) == [2]
+    assert manifest.prune(tmp_path, manifest.Keep(last=1, best=1)) == [1]
+    assert manifest.prune(tmp_path, manifest.Keep(last=1)) == [2]
 
 
 @pytest.mark.parametrize("metric", [True, [1.0], {}, "low"])

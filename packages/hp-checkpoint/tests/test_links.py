@@ -17,7 +17,7 @@ from hp_checkpoint import (
     save,
     save_state_dict_as_huggingface_format,
 )
-from hp_checkpoint.disk.retention import Keep, prune
+from hp_checkpoint.disk.manifest import Keep, prune
 from hp_checkpoint.disk.storage import remove_rests
 from hp_checkpoint.extend import to_hugging_face
 from hp_testing import as_array, as_tensor

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hp_checkpoint import load
-from hp_checkpoint.disk.retention import steps_in
+from hp_checkpoint.disk.manifest import steps_in
 from hp_testing.pools import target
 from hp_testing.pools.processes import rank_processes
 

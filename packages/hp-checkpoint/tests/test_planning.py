@@ -14,8 +14,7 @@ from safetensors.numpy import load as load_safetensors
 from hp_checkpoint.disk.files import Kind, index_of, lay_out, read_header
 from hp_checkpoint.disk.manifest import FileSums
 from hp_checkpoint.errors import InvalidCheckpointError
-from hp_checkpoint.layout.pieces import Piece, clip, gather, move, pieces, runs, scale
-from hp_checkpoint.layout.tensors import Holding
+from hp_checkpoint.layout.tensors import Holding, Piece, clip, gather, move, pieces, runs, scale
 from hp_checkpoint.loading.reads import Units, exchange, reads, request_rows
 from hp_checkpoint.saving.save_plan import Tensor, shard_sizes, writers
 from hp_dtensor import Partial, RaggedShard, Replicate, Shard, StridedShard

@@ -14,10 +14,10 @@ import pytest
 
 from hp_checkpoint import CheckpointError, load, save
 from hp_checkpoint.disk.manifest import Manifest
+from hp_checkpoint.errors import Ranks
 from hp_checkpoint.layout.state import flatten
 from hp_checkpoint.loading import loading, transfers
 from hp_checkpoint.loading.reads import exchange
-from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.saving import save_state
 from hp_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_platform import get_platform

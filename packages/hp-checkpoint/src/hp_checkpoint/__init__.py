@@ -14,8 +14,7 @@ from hp_checkpoint.api import (
     save,
 )
 from hp_checkpoint.checkpointer import Checkpointer, Loaded
-from hp_checkpoint.disk.manifest import Manifest
-from hp_checkpoint.disk.retention import Keep
+from hp_checkpoint.disk.manifest import Keep, Manifest
 from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError
 from hp_checkpoint.formats.full_states import (
     convert_full_checkpoint_to_dcp,

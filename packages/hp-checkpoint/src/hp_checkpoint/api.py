@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from hp_checkpoint.disk.manifest import Manifest, entry_of
 from hp_checkpoint.disk.storage import local_folder
-from hp_checkpoint.errors import InvalidCheckpointError
+from hp_checkpoint.errors import InvalidCheckpointError, Ranks
 from hp_checkpoint.formats.dcp import dcp_values, is_dcp
 from hp_checkpoint.layout.state import (
     Address,
@@ -35,7 +35,6 @@ from hp_checkpoint.loading.loading import (
     open_checkpoint,
     read_tree,
 )
-from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.arrangements import Layout, check_layout
 from hp_checkpoint.saving.saving import STATE, save_state
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from hp_checkpoint.api import versions
 from hp_checkpoint.disk.files import Entry
-from hp_checkpoint.disk.manifest import Manifest
-from hp_checkpoint.disk.retention import Keep, prune, step_folder, steps_in
+from hp_checkpoint.disk.manifest import Keep, Manifest, prune, step_folder, steps_in
 from hp_checkpoint.disk.storage import local_folder
+from hp_checkpoint.errors import Ranks
 from hp_checkpoint.formats.hugging_face import (
     ADAPTER,
     MODEL,
@@ -30,7 +30,6 @@ from hp_checkpoint.layout.state import Address, State, decode, flatten
 from hp_checkpoint.layout.tensors import array_of, kind_of
 from hp_checkpoint.loading.loading import Verify, checked_tensors, load_tensors, open_checkpoint, read_tree
 from hp_checkpoint.port import OptimizerState, port
-from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.arrangements import Layout, check_layout
 from hp_checkpoint.saving.background import Committed, Pending, Writer
 from hp_checkpoint.saving.saving import STATE, prepare_save, save_state

@@ -16,7 +16,7 @@ from torch import nn
 
 from hp_checkpoint import Checkpointer, CheckpointError
 from hp_checkpoint.disk import storage
-from hp_checkpoint.disk.retention import Keep, steps_in
+from hp_checkpoint.disk.manifest import Keep, steps_in
 from hp_checkpoint.disk.storage import Arena
 from hp_checkpoint.saving import background
 from hp_checkpoint.saving.writer_process import _gathered

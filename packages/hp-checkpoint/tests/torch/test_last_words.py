@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hp_checkpoint import Checkpointer, CheckpointError
+from hp_checkpoint.emergency_save import Survivors, join, meet
 from hp_checkpoint.extend import LastWords, faults
-from hp_checkpoint.recovery.emergency_save import Survivors, join, meet
 from hp_dtensor import init_device_mesh
 from hp_fsdp import full_state_dict, fully_shard
 from hp_platform import get_backend, get_platform

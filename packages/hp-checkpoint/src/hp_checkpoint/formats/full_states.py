@@ -18,14 +18,13 @@ from hp_checkpoint.api import (
 )
 from hp_checkpoint.disk.manifest import Manifest
 from hp_checkpoint.disk.storage import local_folder
-from hp_checkpoint.errors import InvalidCheckpointError, shown
+from hp_checkpoint.errors import InvalidCheckpointError, Ranks, shown
 from hp_checkpoint.formats.dcp_export import to_dcp
 from hp_checkpoint.formats.hugging_face import MODEL
 from hp_checkpoint.layout.state import Address, unreadable
 from hp_checkpoint.layout.tensors import is_tensor
 from hp_checkpoint.loading.loading import TORCH_FILES, load_tensors
 from hp_checkpoint.port import port
-from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.saving import save_state
 
 Folder = str | os.PathLike[str]

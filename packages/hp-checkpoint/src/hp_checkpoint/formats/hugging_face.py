@@ -28,7 +28,7 @@ from hp_checkpoint.disk.storage import (
     write_at,
     write_small,
 )
-from hp_checkpoint.errors import shown
+from hp_checkpoint.errors import Ranks, shown
 from hp_checkpoint.layout.state import State, flatten
 from hp_checkpoint.layout.tensors import cast_to
 from hp_checkpoint.loading.loading import (
@@ -41,7 +41,6 @@ from hp_checkpoint.loading.loading import (
 )
 from hp_checkpoint.loading.reads import stream
 from hp_checkpoint.port import port
-from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.saving import save_state
 
 MODEL = "model"

@@ -14,7 +14,7 @@ import numpy as np
 from hp_checkpoint.disk.files import Entry, check_file_name, header_length, read_header
 from hp_checkpoint.disk.manifest import MANIFEST, FileSums, Manifest, entry_of
 from hp_checkpoint.disk.storage import local_folder, opened, read_at, read_json, strict_json
-from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError, shown
+from hp_checkpoint.errors import CheckpointError, InvalidCheckpointError, Ranks, describe, shown
 from hp_checkpoint.formats.dcp import dcp_manifest, is_dcp
 from hp_checkpoint.formats.mindspore_files import mindspore_file
 from hp_checkpoint.formats.torch_files import torch_file
@@ -22,7 +22,6 @@ from hp_checkpoint.layout.state import Address, State
 from hp_checkpoint.layout.tensors import kind_of, stored_pieces
 from hp_checkpoint.loading.reads import COLUMNS, Units, exchange, read_range, request_rows
 from hp_checkpoint.loading.transfers import CastTarget, Request, Target, Transfers, casts
-from hp_checkpoint.recovery.ranks import Ranks, describe
 from hp_checkpoint.saving.saving import STATE
 
 Verify = Literal["read", "all"]

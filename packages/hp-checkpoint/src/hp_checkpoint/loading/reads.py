@@ -18,7 +18,7 @@ import numpy as np
 
 from hp_checkpoint.disk.files import Chunk, Entry
 from hp_checkpoint.disk.storage import opened, read_at
-from hp_checkpoint.layout.pieces import Piece, chunk_pieces, clip, move, runs, scale
+from hp_checkpoint.layout.tensors import Piece, chunk_pieces, clip, move, runs, scale
 
 # ---- streams of elements ----
 _CHUNK = 16 << 20

@@ -29,10 +29,9 @@ import xxhash
 from hp_checkpoint.disk.files import Kind, converted, converts
 from hp_checkpoint.disk.manifest import Manifest
 from hp_checkpoint.disk.storage import Arena, opened, read_at
-from hp_checkpoint.layout.pieces import Piece, clip, move
-from hp_checkpoint.layout.tensors import kind_of, written_bytes
+from hp_checkpoint.errors import Ranks
+from hp_checkpoint.layout.tensors import Piece, clip, kind_of, move, written_bytes
 from hp_checkpoint.loading.reads import PER_ROUND, Exchange, Transfer, Units, reads
-from hp_checkpoint.recovery.ranks import Ranks
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HOST = 16

@@ -31,11 +31,9 @@ import numpy as np
 
 from hp_checkpoint.disk.files import PAGE, Chunk, Entry, File, Kind, packed_file
 from hp_checkpoint.disk.storage import make_folder, new_nonce, opened, part_folder, read_at, sync, write_at
-from hp_checkpoint.errors import InvalidCheckpointError
-from hp_checkpoint.layout.pieces import Piece, scale
+from hp_checkpoint.errors import InvalidCheckpointError, Ranks, describe
 from hp_checkpoint.layout.state import State
-from hp_checkpoint.layout.tensors import local_boxes, local_pieces, read_bytes
-from hp_checkpoint.recovery.ranks import Ranks, describe
+from hp_checkpoint.layout.tensors import Piece, local_boxes, local_pieces, read_bytes, scale
 from hp_checkpoint.saving.save_plan import SavePlan
 
 Files = Literal["files", "shards"]

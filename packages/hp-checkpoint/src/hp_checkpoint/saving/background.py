@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hp_checkpoint.api import FileSystemWriter, StandardSavePlanner, checked, flattened, versions
-from hp_checkpoint.disk.manifest import MANIFEST, Manifest
-from hp_checkpoint.disk.retention import Keep
+from hp_checkpoint.disk.manifest import MANIFEST, Keep, Manifest
 from hp_checkpoint.disk.storage import Arena, read_json, read_small
-from hp_checkpoint.errors import CheckpointError
-from hp_checkpoint.recovery.ranks import Ranks
+from hp_checkpoint.errors import CheckpointError, Ranks
 from hp_checkpoint.saving.arrangements import Layout
 from hp_checkpoint.saving.saving import Prepared, begun, prepare_save
 from hp_platform import LostRankError

@@ -14,10 +14,9 @@ import numpy as np
 
 from hp_checkpoint.disk.files import LIMIT, File, Kind, lay_out
 from hp_checkpoint.disk.manifest import as_json
-from hp_checkpoint.layout.pieces import Piece, pieces
+from hp_checkpoint.errors import Ranks
 from hp_checkpoint.layout.state import Address, State, merge
-from hp_checkpoint.layout.tensors import Holding, holding_of, kind_of
-from hp_checkpoint.recovery.ranks import Ranks
+from hp_checkpoint.layout.tensors import Holding, Piece, holding_of, kind_of, pieces
 from hp_dtensor import Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.extend import cut_dim, intervals
 

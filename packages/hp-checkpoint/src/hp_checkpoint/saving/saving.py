@@ -31,9 +31,9 @@ from hp_checkpoint.disk.storage import (
     write_at,
     write_small,
 )
-from hp_checkpoint.layout.pieces import Piece, clip, gather
+from hp_checkpoint.errors import Ranks
 from hp_checkpoint.layout.state import State
-from hp_checkpoint.recovery.ranks import Ranks
+from hp_checkpoint.layout.tensors import Piece, clip, gather
 from hp_checkpoint.saving.arrangements import Files, Layout, Output, agreed_layout, in_files, in_shards
 from hp_checkpoint.saving.save_plan import SavePlan, plan_save
 

@@ -26,10 +26,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from hp_checkpoint.disk.retention import Keep, prune
+from hp_checkpoint.disk.manifest import Keep, prune
 from hp_checkpoint.disk.storage import Arena, in_progress, read_small, write_small
-from hp_checkpoint.layout.pieces import Piece
-from hp_checkpoint.recovery.ranks import describe
+from hp_checkpoint.errors import describe
+from hp_checkpoint.layout.tensors import Piece
 from hp_checkpoint.saving.arrangements import Output
 from hp_checkpoint.saving.background import failed_file, failures, receive, send
 from hp_checkpoint.saving.saving import finish, write_outputs

@@ -33,13 +33,12 @@ import numpy as np
 
 from hp_checkpoint.api import versions
 from hp_checkpoint.checkpointer import Checkpointer, training_state
-from hp_checkpoint.disk.retention import prune
+from hp_checkpoint.disk.manifest import prune
 from hp_checkpoint.disk.storage import new_nonce
 from hp_checkpoint.disk.tools import faults
-from hp_checkpoint.errors import CheckpointError
+from hp_checkpoint.errors import CheckpointError, Ranks
 from hp_checkpoint.layout.state import Address, State
 from hp_checkpoint.port import port
-from hp_checkpoint.recovery.ranks import Ranks
 from hp_checkpoint.saving.saving import save_state
 from hp_platform import get_backend, get_platform
 
