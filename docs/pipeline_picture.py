@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hp_pipeline import Pipeline, placed, schedules, simulate
-from hp_pipeline.drawing import to_svg
+from hp_pipeline.orders.simulation import to_svg
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import json
 from xml.etree import ElementTree
 
 from hp_pipeline import Pipeline, placed, schedules, simulate
-from hp_pipeline.drawing import to_chrome, to_svg, to_text
+from hp_pipeline.orders.simulation import to_chrome, to_svg, to_text
 
 PIPELINE = Pipeline(placed("line", 2), 2)
 TRACE = simulate(schedules.one_f_one_b(PIPELINE), PIPELINE)

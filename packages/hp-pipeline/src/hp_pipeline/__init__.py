@@ -4,10 +4,8 @@ from typing import TYPE_CHECKING
 
 from hp_pipeline import schedules
 from hp_pipeline.orders.checking import HookRole, Meeting, check
-from hp_pipeline.orders.lowering import lower
-from hp_pipeline.orders.pipeline import Costs, MetaStep, MetaStepType, Order, Pipeline, placed
+from hp_pipeline.orders.pipeline import Costs, MetaStep, MetaStepType, Order, Pipeline, lower, placed
 from hp_pipeline.orders.simulation import Span, Trace, simulate
-from hp_pipeline.orders.synthesis import synthesize
 from hp_pipeline.running.agreement import PipelineError
 from hp_pipeline.running.overlap import CommComputeOverlap, HookCoordinator
 from hp_pipeline.running.schedule import (
@@ -25,6 +23,7 @@ from hp_pipeline.running.schedule import (
     ScheduleZBV,
 )
 from hp_pipeline.running.slices import BatchDimSpec, SequenceState
+from hp_pipeline.schedules import synthesize
 from hp_pipeline.stages.split import Split, split_model
 from hp_pipeline.stages.stage import PipelineStage, SharedParameterInfo
 from hp_platform.extend import lazy_exports

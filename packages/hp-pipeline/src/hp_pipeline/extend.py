@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from hp_pipeline import schedules
-from hp_pipeline.drawing import to_svg, to_text
 from hp_pipeline.orders.pipeline import Shape, compute_parts
-from hp_pipeline.orders.simulation import open_forwards
+from hp_pipeline.orders.simulation import open_forwards, to_svg, to_text
 from hp_pipeline.stages.split import Operations, SplitError
 
 __all__ = ["Operations", "Shape", "SplitError", "compute_parts", "open_forwards", "schedules", "to_svg", "to_text"]

@@ -27,7 +27,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hp_pipeline.orders.lowering import is_lowered, lower
 from hp_pipeline.orders.pipeline import (
     COMPUTE,
     SHARDING,
@@ -38,6 +37,8 @@ from hp_pipeline.orders.pipeline import (
     Pipeline,
     compute_parts,
     computing,
+    is_lowered,
+    lower,
 )
 from hp_pipeline.orders.simulation import Needs, peak_bytes
 

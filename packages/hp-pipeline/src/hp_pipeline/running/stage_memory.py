@@ -14,8 +14,7 @@ import importlib
 from collections.abc import Callable, Collection
 from typing import Any
 
-from hp_pipeline.orders.lowering import lower
-from hp_pipeline.orders.pipeline import COMPUTE, SHARDING, SWAPPING, MetaStepType, Order, Pipeline, compute_parts
+from hp_pipeline.orders.pipeline import COMPUTE, SHARDING, SWAPPING, MetaStepType, Order, Pipeline, compute_parts, lower
 from hp_pipeline.port import ShardedModule, Swapper, port
 from hp_pipeline.running.slices import MicroBatchState
 
