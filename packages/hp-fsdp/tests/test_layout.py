@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from hp_fsdp.groups import layout
-from hp_fsdp.groups.layout import FlatLayout
+from hp_fsdp.groups import managed_params
+from hp_fsdp.groups.managed_params import FlatLayout
 from hp_fsdp.steps import order
 
 
@@ -53,7 +53,7 @@ def test_no_ranks_is_an_error():
 
 
 def test_examples_of_the_docstrings():
-    for module in (layout, order):
+    for module in (managed_params, order):
         assert doctest.testmod(module).failed == 0
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hp_fsdp.api import fully_shard
+from hp_fsdp.api import fully_shard, hsdp, modules_by_size
+from hp_fsdp.axes import DataParallelMeshDims
 from hp_fsdp.explanation.explain import explain
 from hp_fsdp.grad_norm import clip_grad_norm_, global_grad_norm
 from hp_fsdp.module_api import UnshardHandle, share_comm_ctx
 from hp_fsdp.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from hp_fsdp.ranks.axes import DataParallelMeshDims
 from hp_fsdp.state_dict.model import (
     StateDictOptions,
     full_state_dict,
@@ -26,7 +26,6 @@ from hp_fsdp.state_dict.optimizer import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from hp_fsdp.zero import hsdp, modules_by_size
 from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:

@@ -1,11 +1,11 @@
 """The norm of all gradients, over shards on any axes, and clipping by it.
 
 Note [Norms by blocks]
-    In deterministic mode a parameter is sharded between blocks of `hp_fsdp.groups.layout.BLOCK` elements only, so each
-    block is whole on one rank. It is summed by adding halves, elementwise, in an order that no kernel or shape changes.
-    Each rank writes its blocks' sums into a vector with one element for every block, zeros elsewhere, and the vectors
-    are added over the ranks: x + 0 is exact in any order. Then every rank adds all blocks' sums, by halves again. The
-    traffic is a 1024th of the gradients.
+    In deterministic mode a parameter is sharded between blocks of `hp_fsdp.groups.managed_params.BLOCK` elements only,
+    so each block is whole on one rank. It is summed by adding halves, elementwise, in an order that no kernel or shape
+    changes. Each rank writes its blocks' sums into a vector with one element for every block, zeros elsewhere, and the
+    vectors are added over the ranks: x + 0 is exact in any order. Then every rank adds all blocks' sums, by halves
+    again. The traffic is a 1024th of the gradients.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 from hp_dtensor import DeviceMesh
 from hp_dtensor.extend import TensorSpec, axis_within, in_one_root, slice_of
 from hp_fsdp import port
-from hp_fsdp.groups.layout import BLOCK
-from hp_fsdp.groups.managed_params import spec_of
+from hp_fsdp.groups.managed_params import BLOCK, spec_of
 from hp_platform import collectives, get_platform
 
 

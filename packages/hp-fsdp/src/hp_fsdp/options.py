@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from hp_fsdp.groups.layout import BLOCK
+from hp_fsdp.groups.managed_params import BLOCK
 from hp_platform import get_platform
 
 ALIGNMENT = 64

@@ -352,7 +352,7 @@ class Explaining(Protocol):
 
 def sharding() -> Sharding:
     """Get the framework's way to shard modules."""
-    return load_port(Sharding, "api")
+    return load_port(Sharding, "port")
 
 
 def model_states() -> ModelStates:
@@ -367,7 +367,7 @@ def optimizers() -> Optimizers:
 
 def grad_norms() -> GradNorms:
     """Get the framework's way to sum over gradients."""
-    return load_port(GradNorms, "grad_norm")
+    return load_port(GradNorms, "port")
 
 
 def explaining() -> Explaining:

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Any, Generic, Self, TypeVar
 
-from hp_fsdp.groups.group import Group
+from hp_fsdp.groups.group import Group, check_alike
 from hp_fsdp.groups.managed_params import Roster, check_inside, groups_in, inner_mesh, several_outermost
-from hp_fsdp.ranks.agreement import check_alike
 from hp_fsdp.steps.order import ExecutionOrder, check_modes
 
 G = TypeVar("G", bound=Group)

@@ -23,7 +23,7 @@ from hp_dtensor.torch.extend import DTensor, execute, local_view, wrap
 from hp_fsdp.groups.managed_params import groups_in, spec_of
 from hp_fsdp.port import Broadcaster
 from hp_fsdp.state_dict.model import pieces_along, ragged_axis
-from hp_fsdp.torch.groups.host import largest, transport
+from hp_fsdp.torch.groups.communication import largest, transport
 from hp_platform import collectives
 
 __all__ = [

@@ -32,11 +32,11 @@ from mindspore import Tensor, mint, ops
 from mindspore.common import dtype as mstype
 
 from hp_dtensor.mindspore.extend import autograd, local_mode, local_view, set_local
+from hp_fsdp.axes import DataAxes, PostForwardRanks
 from hp_fsdp.grad_norm import mark_in_blocks
-from hp_fsdp.groups.layout import FlatLayout
+from hp_fsdp.groups.managed_params import FlatLayout
 from hp_fsdp.mindspore.groups.parameter import ManagedParameter, copy_range, itemsize, to_device, to_host
 from hp_fsdp.options import BucketPlan, GroupOptions
-from hp_fsdp.ranks.axes import DataAxes, PostForwardRanks
 from hp_fsdp.steps.order import OwnMicroBatches, TreeSum, subtrees
 from hp_platform import get_platform
 

@@ -28,11 +28,11 @@ from mindspore import Tensor, _Function, _no_grad, nn
 from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor.mindspore.extend import alias, local_mode, once_differentiable, own_dtypes
+from hp_fsdp.axes import DataAxes, PostForwardRanks
 from hp_fsdp.groups.group import Group
 from hp_fsdp.mindspore.groups.bucket import Bucket
 from hp_fsdp.mindspore.groups.parameter import ManagedParameter
 from hp_fsdp.options import BucketPlan
-from hp_fsdp.ranks.axes import DataAxes, PostForwardRanks
 from hp_fsdp.steps.context import Context
 from hp_platform import get_platform
 from hp_platform.extend import attribute_to

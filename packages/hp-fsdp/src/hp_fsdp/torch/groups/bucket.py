@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
+from hp_fsdp.axes import DataAxes, PostForwardRanks
 from hp_fsdp.grad_norm import mark_in_blocks
-from hp_fsdp.groups.layout import FlatLayout
+from hp_fsdp.groups.managed_params import FlatLayout
 from hp_fsdp.options import BucketPlan, GroupOptions
-from hp_fsdp.ranks.axes import DataAxes, PostForwardRanks
-from hp_fsdp.torch.groups.communication import Communication
+from hp_fsdp.torch.groups.communication import Communication, empty_on_host, on_copy_stream, transport
 from hp_fsdp.torch.groups.deterministic import MicroBatchBuffer
 from hp_fsdp.torch.groups.gradients import GradientBuffer
-from hp_fsdp.torch.groups.host import empty_on_host, on_copy_stream, transport
 from hp_fsdp.torch.groups.parameter import ManagedParameter, check_registered, find_registered, has_own_setattr
 from hp_platform import collectives, get_platform
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from hp_dtensor.torch.extend import Mark, will_run
+from hp_fsdp.axes import DataAxes, PostForwardRanks
 from hp_fsdp.groups.group import C, Group
 from hp_fsdp.options import BucketPlan
-from hp_fsdp.ranks.axes import DataAxes, PostForwardRanks
 from hp_fsdp.steps.order import Span
 from hp_fsdp.torch.groups.bucket import Bucket
 from hp_fsdp.torch.groups.communication import Communication

@@ -1,1 +1,0 @@
-"""Steps on MindSpore: the work before and after forward and backward."""

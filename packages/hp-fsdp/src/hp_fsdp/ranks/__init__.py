@@ -1,1 +1,0 @@
-"""The ranks that a group is sharded and replicated over, and what they must agree on."""
