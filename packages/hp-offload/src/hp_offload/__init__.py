@@ -5,14 +5,17 @@
 """
 
 from hp_offload.api import (
+    MemoryPlanWarning,
+    apply_memory_plan,
     checkpoint,
     checkpoint_exclude_wrapper,
     checkpoint_wrapper,
+    fit_memory,
     swap,
     swap_tensor_wrapper,
     swap_wrapper,
+    trace_saved,
 )
-from hp_offload.applying import MemoryPlanWarning, apply_memory_plan, fit_memory, trace_saved
 from hp_offload.manager import SwapManager
 from hp_offload.planning import plan_memory
 from hp_offload.saved import CheckpointPolicy, MemoryPlan, Saved, keep_collectives_policy

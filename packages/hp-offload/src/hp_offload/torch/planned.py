@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hp_offload.applying import MemoryCheck
+from hp_offload.api import MemoryCheck
 from hp_offload.saved import CheckpointPolicy, MemoryPlan, block_of, near
 from hp_offload.torch.regions.functions import Filling, Site, Walk, is_function
 from hp_offload.torch.regions.region import run_region

@@ -19,10 +19,9 @@ from hp_offload.manager import GroupRun, name_of_group
 from hp_offload.port import ALIGNMENT
 from hp_offload.torch.planned import apply
 from hp_offload.torch.regions.functions import Filling, Walk
-from hp_offload.torch.regions.region import Passes, run_region
+from hp_offload.torch.regions.region import Passes, Scope, run_excluded, run_region, running, tag
 from hp_offload.torch.regions.selection import Selection
 from hp_offload.torch.regions.sites import module_of
-from hp_offload.torch.scope import Scope, run_excluded, running, tag
 from hp_offload.torch.swapping import Packed, SwapRun, swapping, unpack
 from hp_offload.torch.tracing import trace
 from hp_platform import get_platform
