@@ -10,8 +10,7 @@ import pytest
 
 from hp_dtensor import Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.sharding import take
-from hp_optim.muon.index_copy import gathers_of, view
-from hp_optim.muon.ownership import OwnerPlan, Placed, assign
+from hp_optim.muon.ownership import OwnerPlan, Placed, assign, gathers_of, view
 from hp_optim.muon.rules import MatrixRule, split
 
 R = Replicate()

@@ -23,8 +23,7 @@ from mindspore.experimental.optim.optimizer import Optimizer
 
 from hp_dtensor import SkipDTensorDispatch
 from hp_dtensor.mindspore.extend import DTensor, local_mode, local_view, set_local
-from hp_optim.muon.index_copy import gathers_of
-from hp_optim.muon.ownership import OwnerPlan, Placed, owner_plan, placed_as, world_of
+from hp_optim.muon.ownership import OwnerPlan, Placed, gathers_of, owner_plan, placed_as, world_of
 from hp_optim.muon.rules import MatrixRule, Orthogonalization, all_rules, rule_of, split
 from hp_optim.options import agree_on, broken_gradient, check_gradients, check_group, check_options, muon_defaults
 from hp_platform import collectives, get_platform
