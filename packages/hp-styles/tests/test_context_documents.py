@@ -8,9 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hp_styles.context.documents import Part, Run, Segment, joined_parts, plain_runs
 from hp_styles.context.plan import chunks_of
-from hp_styles.context.rounds import RUNS, SIZE, Header, Rounds, check_alike
+from hp_styles.context.rounds import (
+    RUNS,
+    SIZE,
+    Header,
+    Part,
+    Rounds,
+    Run,
+    Segment,
+    check_alike,
+    joined_parts,
+    plain_runs,
+)
 
 
 def _parts(positions: list[int], kept: list[bool], size: int, load_balance: bool, **more: Any) -> list[Part]:

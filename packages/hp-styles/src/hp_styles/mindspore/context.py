@@ -17,19 +17,22 @@ from mindspore import Tensor, _Function, mint, nn, ops
 from hp_dtensor import DeviceMesh, Replicate, Shard
 from hp_dtensor.mindspore.extend import DTensor
 from hp_platform import get_platform
-from hp_styles.context.documents import Part
 from hp_styles.context.plan import (
     Block,
+    ContextRanks,
+    Links,
     Settings,
+    UlyssesAxes,
     chunk_order,
     chunks_of,
+    come_around,
     divided,
     kv_copies,
+    return_gradients,
     ring_blocks,
     split_degrees,
 )
-from hp_styles.context.ring import ContextRanks, Links, UlyssesAxes, come_around, return_gradients
-from hp_styles.context.rounds import ERRORS, Header, Rounds, check_alike, error_number
+from hp_styles.context.rounds import ERRORS, Header, Part, Rounds, check_alike, error_number
 from hp_styles.inputs import check_output, find_input, with_inputs
 from hp_styles.mindspore.modules import gather_numbers
 

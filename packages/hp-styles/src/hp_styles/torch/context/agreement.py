@@ -9,8 +9,17 @@ from typing import Any
 import torch
 
 from hp_dtensor import DTensor
-from hp_styles.context.documents import Part, joined_parts
-from hp_styles.context.rounds import ERRORS, Header, Round, Rounds, check_alike, check_refusals, error_number
+from hp_styles.context.rounds import (
+    ERRORS,
+    Header,
+    Part,
+    Round,
+    Rounds,
+    check_alike,
+    check_refusals,
+    error_number,
+    joined_parts,
+)
 from hp_styles.torch.context.call import Call, Reading, Seen, part_of, read_mask
 from hp_styles.torch.context.exchange import SequenceGroup, like
 

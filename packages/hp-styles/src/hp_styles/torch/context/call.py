@@ -2,7 +2,7 @@
 
 A transformers attention module is handed a mask that its model made of this rank's part. Its meaning is read from it,
 and the mask is taken away, so that all ranks compute in the same way: Note [What a position says] in
-`hp_styles.context.documents`.
+`hp_styles.context.rounds`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from hp_dtensor import DTensor
-from hp_styles.context.documents import Part, Run, Segment, plain_runs
 from hp_styles.context.plan import chunks_of
+from hp_styles.context.rounds import Part, Run, Segment, plain_runs
 
 T = torch.Tensor
 _CACHES = ("past_key_values", "past_key_value", "layer_past")

@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, Shard
 from hp_platform import get_platform
-from hp_styles.context.plan import chunk_order, chunks_of, divided
-from hp_styles.context.ring import ContextRanks, UlyssesAxes
+from hp_styles.context.plan import ContextRanks, UlyssesAxes, chunk_order, chunks_of, divided
 
 # ---- a sequence over the ranks of a context axis ----
 T = torch.Tensor

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hp_styles.context.plan import Block, chunks_of, ring_blocks
-from hp_styles.context.ring import Links, come_around, return_gradients
+from hp_styles.context.plan import Block, Links, chunks_of, come_around, return_gradients, ring_blocks
 from hp_styles.torch.context.call import Seen, places
 
 T = torch.Tensor
