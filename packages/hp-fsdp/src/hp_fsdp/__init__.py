@@ -67,7 +67,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "FSDPModule": "module",
         "HSDPModule": "module",
-        "hsdp_sync_stream": "steps.hooks",
+        "hsdp_sync_stream": "module",
         "register_fsdp_forward_method": "module",
         "watch_activations": "explain",
     },

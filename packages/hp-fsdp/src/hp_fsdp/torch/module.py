@@ -18,6 +18,7 @@ from hp_fsdp.torch.compat import check_modules, check_parameters, check_prepared
 from hp_fsdp.torch.groups.communication import Communication
 from hp_fsdp.torch.state_dict import unwrapped
 from hp_fsdp.torch.steps.context import RootContext, RootGroup
+from hp_fsdp.torch.steps.context import hsdp_sync_stream as hsdp_sync_stream
 from hp_fsdp.torch.steps.hooks import run_forward
 
 

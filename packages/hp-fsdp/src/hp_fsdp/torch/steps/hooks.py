@@ -54,7 +54,6 @@ from hp_dtensor.torch.extend import DTensor, wrap
 from hp_fsdp.steps.tree import tree_functions
 from hp_fsdp.torch.groups.group import Call
 from hp_fsdp.torch.steps.context import RootContext, RootGroup
-from hp_fsdp.torch.steps.context import hsdp_sync_stream as hsdp_sync_stream
 from hp_platform.frames import current_frame
 
 _backward_id = torch._C._current_graph_task_id
