@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from hp_dtensor.creation.creation import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from hp_dtensor.creation.sharding_plan import shard_module
 from hp_dtensor.debugging.visualize import visualize_sharding
-from hp_dtensor.functions.local_map import custom_shard, local_map
-from hp_dtensor.functions.modes import SkipDTensorDispatch, implicit_replication
+from hp_dtensor.functions import SkipDTensorDispatch, custom_shard, implicit_replication, local_map
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.spec import Layout
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh

@@ -22,9 +22,8 @@ from mindspore_operator_table import OPERATORS, SINGLE, Flags, Ints
 from hp_dtensor import DTensor, Partial, Replicate, Shard, implicit_replication, init_device_mesh
 from hp_dtensor import parallelize_value_and_grad as value_and_grad
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.mindspore.backward.autograd import forget
+from hp_dtensor.mindspore.backward.autograd import execute, forget
 from hp_dtensor.mindspore.dtensor import wrap
-from hp_dtensor.mindspore.moves.redistribute import execute
 
 __all__ = ["Verdict", "judge", "judge_all", "judge_in_pool"]
 

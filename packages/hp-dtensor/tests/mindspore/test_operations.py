@@ -155,7 +155,7 @@ def _distributed(whole: np.ndarray, mesh, placements) -> DTensor:
             noise = Tensor(np.random.default_rng(7).standard_normal(whole.shape).astype(np.float32))
             n, me = mesh.shape[axis], mesh.get_coordinate()[axis]
             local = noise if me < n - 1 else local - noise * (n - 1)
-    from hp_dtensor.mindspore.moves.redistribute import execute
+    from hp_dtensor.mindspore.backward.autograd import execute
 
     rep = TensorSpec.of(mesh, [Replicate()] * mesh.ndim, whole.shape)
     return wrap(execute(local, rep, rep.with_placements(kept)), spec)

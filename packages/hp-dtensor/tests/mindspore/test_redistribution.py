@@ -25,7 +25,7 @@ from hp_dtensor import (
 from hp_dtensor.layout.sharding import take
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mindspore.backward import autograd
-from hp_dtensor.mindspore.moves.redistribute import execute
+from hp_dtensor.mindspore.backward.autograd import execute
 from hp_dtensor.redistribution.executor import coordinates, reduce_arrays
 from hp_testing import on_ranks
 

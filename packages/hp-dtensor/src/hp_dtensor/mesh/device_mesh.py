@@ -16,13 +16,15 @@ from hp_dtensor.mesh.axes import (
     OverlapError,
     axes_overlap,
     axis_layouts,
+    check_world,
     find_axis,
     ranks_along,
     read_names,
+    read_options,
     read_ranks,
+    start,
     unflattened,
 )
-from hp_dtensor.mesh.groups import check_world, read_options, start
 from hp_platform import get_platform
 from hp_platform.extend import load_port, own_rank, when_groups_end
 

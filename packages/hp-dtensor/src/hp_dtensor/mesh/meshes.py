@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.mesh.axes import MeshValueError, axis_within, read_names
+from hp_dtensor.mesh.axes import MeshValueError, advice_for, axis_within, read_names, start
 from hp_dtensor.mesh.device_mesh import DeviceMesh, living
-from hp_dtensor.mesh.groups import advice_for, start
 from hp_platform import get_platform
 
 

@@ -21,10 +21,9 @@ from hp_dtensor.creation.creation import (
 from hp_dtensor.layout.placements import Placement, Replicate
 from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
-from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, gradient_as, local_mode
+from hp_dtensor.mindspore.backward.autograd import alias, execute, grad_enabled, gradient_as, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
 from hp_dtensor.mindspore.modules import named_modules, set_local
-from hp_dtensor.mindspore.moves.redistribute import execute
 from hp_platform import get_platform
 
 __all__ = ["distribute_parameter", "from_local", "replicate_parameters"]

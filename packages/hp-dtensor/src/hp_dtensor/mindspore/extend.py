@@ -5,10 +5,16 @@ from __future__ import annotations
 from hp_dtensor.creation.creation import distribute_tensor
 from hp_dtensor.mindspore.api import distribute_parameter, replicate_parameters
 from hp_dtensor.mindspore.backward import autograd
-from hp_dtensor.mindspore.backward.autograd import alias, grad_enabled, local_mode, once_differentiable
+from hp_dtensor.mindspore.backward.autograd import (
+    alias,
+    execute,
+    grad_enabled,
+    local_mode,
+    once_differentiable,
+    own_dtypes,
+)
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, redistribute_shared, unwrap, wrap
 from hp_dtensor.mindspore.modules import set_local, states_by_name
-from hp_dtensor.mindspore.moves.redistribute import execute, own_dtypes
 
 __all__ = [
     "DTensor",

@@ -10,7 +10,7 @@ from mindspore import Tensor, _Function, ops
 from mindspore.graph.api import _pynative_executor
 from mindspore.ops import Primitive
 
-from hp_dtensor.functions.local_map import apply_function
+from hp_dtensor.functions import apply_function
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.layout.spec import grad_spec
 from hp_dtensor.mindspore.backward import autograd

@@ -27,9 +27,8 @@ from mindspore.nn.utils import no_init_parameters
 from hp_dtensor.debugging.debug import Names, running
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.mindspore.backward import autograd
-from hp_dtensor.mindspore.backward.autograd import local_mode, local_only
+from hp_dtensor.mindspore.backward.autograd import execute, local_mode, local_only
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, unwrap, wrap
-from hp_dtensor.mindspore.moves.redistribute import execute
 from hp_platform import get_platform
 from hp_platform.extend import attributed_modules
 

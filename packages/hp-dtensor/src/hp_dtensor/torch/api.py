@@ -27,8 +27,7 @@ from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.moves.transfer import gradient_as
 from hp_dtensor.torch.ops import random
-from hp_dtensor.torch.views.moved_view import shares
-from hp_dtensor.torch.views.part_of_view import whole_of
+from hp_dtensor.torch.views.moved_view import shares, whole_of
 from hp_platform import get_platform
 
 _plain = (torch.Tensor, torch.nn.Parameter)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hp_dtensor.functions.local_map import apply_function
+from hp_dtensor.functions import apply_function
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.rules.factors import Solution, check_results, choose
 from hp_dtensor.rules.planning import Binding, Call

@@ -22,7 +22,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hp_dtensor.debugging.debug import Names, running
-from hp_dtensor.functions.modes import implicit_replication
+from hp_dtensor.functions import implicit_replication
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_platform.extend import attributed_modules

@@ -24,9 +24,8 @@ from mindspore import Tensor, mint, ops
 from hp_dtensor.layout.placements import Partial, Replicate, Shard
 from hp_dtensor.layout.sharding import chunk, local_shape
 from hp_dtensor.layout.spec import TensorSpec
-from hp_dtensor.mindspore.backward.autograd import convert, local_mode
+from hp_dtensor.mindspore.backward.autograd import convert, execute, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, redistribute, wrap
-from hp_dtensor.mindspore.moves.redistribute import execute
 from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.rules.planning import mesh_of
 from hp_platform import get_platform

@@ -37,7 +37,7 @@ import torch.utils.checkpoint
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import BackwardHook
 
-from hp_dtensor.functions.modes import replicates_plain
+from hp_dtensor.functions import replicates_plain
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.torch.backward import autograd

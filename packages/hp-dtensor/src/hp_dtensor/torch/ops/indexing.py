@@ -27,7 +27,7 @@ from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.ops import indexing
 from hp_dtensor.torch.ops.dispatching import dispatch
-from hp_dtensor.torch.ops.dispatching.plain import replicate_plain, write_into_plain
+from hp_dtensor.torch.ops.dispatching.dispatch import replicate_plain, write_into_plain
 from hp_dtensor.torch.ops.functions import bind
 from hp_dtensor.torch.ops.local import offset
 from hp_dtensor.torch.ops.whole import on_whole

@@ -23,7 +23,7 @@ from hp_dtensor.layout.sharding import chunk
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.torch.dtensor import DTensor, local_of, redistribute, wrap
 from hp_dtensor.torch.ops.dispatching import dispatch
-from hp_dtensor.torch.ops.dispatching.plain import replicate_plain
+from hp_dtensor.torch.ops.dispatching.dispatch import replicate_plain
 from hp_platform import get_platform
 
 T = torch.Tensor

@@ -18,7 +18,7 @@ from hp_dtensor.torch.dtensor import DTensor, redistribute, wrap
 from hp_dtensor.torch.ops import random
 from hp_dtensor.torch.ops.dispatching import calls, dispatch
 from hp_dtensor.torch.ops.dispatching.calls import functions_of, name_of, tensors_of
-from hp_dtensor.torch.ops.dispatching.plain import replicate_plain
+from hp_dtensor.torch.ops.dispatching.dispatch import replicate_plain
 from hp_dtensor.torch.views import moved_view
 from hp_platform.extend import map_nested
 

@@ -24,7 +24,7 @@ from mindspore._c_expression import (
 )
 from mindspore.ops import Primitive, primitive
 
-from hp_dtensor.functions.modes import replicates_plain
+from hp_dtensor.functions import replicates_plain
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mindspore import compiled

@@ -1,1 +1,0 @@
-"""Functions of a user's own on DTensors, and contexts for code next to plain tensors."""

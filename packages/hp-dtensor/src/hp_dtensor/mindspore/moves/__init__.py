@@ -1,1 +1,0 @@
-"""Redistribution on MindSpore."""
