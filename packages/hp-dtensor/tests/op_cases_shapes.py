@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -29,16 +30,16 @@ def _products() -> None:
     case("mv", torch.mv, (5, 7), (7,))
     case("matmul itself", lambda x: x @ x.t(), (5, 7))
     case("outer", torch.outer, (5,), (7,))
-    case("addmm", torch.addmm, (5, 4), (5, 7), (7, 4), refuses="no sharding rule")
-    case(
-        "addmm row",
-        lambda b, x, y: torch.addmm(b, x, y, beta=0.5, alpha=2),
-        (4,),
-        (5, 7),
-        (7, 4),
-        refuses="no sharding rule",
-    )
-    case("baddbmm", torch.baddbmm, (2, 5, 4), (2, 5, 3), (2, 3, 4), refuses="no sharding rule")
+    case("cross", torch.linalg.cross, (5, 3), (5, 3))
+    case("cross itself", lambda x: torch.cross(x, x.flip(0), dim=-1), (5, 3))
+    case("cross broadcast", lambda x, y: torch.linalg.cross(x, y, dim=1), (5, 3, 1), (1, 3, 4))
+    case("cross by position", lambda x, y: x.cross(y, 0), (3, 7), (3, 7))
+    # without a dim along the first of size three, of which a part may have another: of (6, 2, 3) on two ranks dim 0
+    case("cross first dim of three", _cross_without_dim, (6, 2, 3), (6, 2, 3))
+    case("cross no elements", torch.linalg.cross, (0, 3), (0, 3))
+    case("addmm", torch.addmm, (5, 4), (5, 7), (7, 4))
+    case("addmm row", lambda b, x, y: torch.addmm(b, x, y, beta=0.5, alpha=2), (4,), (5, 7), (7, 4))
+    case("baddbmm", torch.baddbmm, (2, 5, 4), (2, 5, 3), (2, 3, 4))
     case("linear", F.linear, (5, 7), (4, 7))
     case("linear bias", F.linear, (5, 7), (4, 7), (4,))
     case("linear batch", F.linear, (2, 3, 7), (5, 7), (5,))
@@ -53,13 +54,17 @@ def _products() -> None:
     case("einsum dots", lambda x, y: torch.einsum("...d,de->...e", x, y), (2, 5, 7), (7, 3))
     case("einsum three", lambda x, y, z: torch.einsum("bi,ij,bj->b", x, y, z), (3, 5), (5, 4), (3, 4))
     case("einsum outer", lambda x, y: torch.einsum("i,j->ij", x, y), (5,), (4,))
-    case(
-        "einsum list", lambda x, y: torch.einsum("ij,jk->ik", [x, y]), (5, 7), (7, 3), refuses="no sharding rule|einsum"
-    )
+    case("einsum list", lambda x, y: torch.einsum("ij,jk->ik", [x, y]), (5, 7), (7, 3))
     case("einsum own term", lambda x, y: torch.einsum("ij,k->k", x, y), (5, 7), (3,))
     case("tensordot", lambda x, y: torch.tensordot(x, y, 1), (5, 7), (7, 3))
     case("kron", torch.kron, (2, 3), (3, 1))
     case("cdist", torch.cdist, (4, 3), (5, 3))
+
+
+def _cross_without_dim(x: Any, y: Any) -> Any:
+    with warnings.catch_warnings():  # torch's own, of the missing dim
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.cross(x, y)
 
 
 def _views() -> None:
@@ -144,7 +149,7 @@ def _parts() -> None:
     case("rotate half", lambda x: torch.cat((-x[..., 3:], x[..., :3]), dim=-1), DEEP)
     case("stack", lambda x, y: torch.stack([x, y]), A, A)
     case("stack last", lambda x, y: torch.stack((x, y), dim=-1), A, A)
-    case("hstack", lambda x, y: torch.hstack([x, y]), A, A, refuses="no sharding rule")
+    case("hstack", lambda x, y: torch.hstack([x, y]), A, A)
     case("split", lambda x: x.split(3), A)
     case("split dim", lambda x: torch.split(x, 4, dim=-1), A)
     case("split sizes", lambda x: x.split([1, 4, 2], dim=1), A)
@@ -243,7 +248,7 @@ def _layers() -> None:
     case(
         "rms_norm by hand", lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)), (4, 5, 7), (7,)
     )
-    case("group_norm", lambda x: F.group_norm(x, 2), (3, 4, 5), refuses="no sharding rule")
+    case("group_norm", lambda x: F.group_norm(x, 2), (3, 4, 5))
     case("normalize", lambda x: F.normalize(x, dim=-1), A)
     case("normalize default dim", lambda x: F.normalize(x), A)
     case("glu", lambda x: F.glu(x, dim=-1), (5, 6))
@@ -292,7 +297,6 @@ def _layers() -> None:
                 lambda x, t, r=reduction: F.kl_div(x, t, reduction=r),
                 A,
                 (A, "p"),
-                refuses="no sharding rule",
             )
     case("cross_entropy 3 dims", F.cross_entropy, (2, 5, 3), ((2, 3), "i5"))
     case("cross_entropy 1 dim", F.cross_entropy, (5,), ((), "i5"))

@@ -45,6 +45,18 @@ def test_where_the_product_is() -> None:
         close(torch.matmul(place(rand(8, 6), mesh, R), place(rand(6, 6), mesh, S0)), rand(8, 6) @ rand(6, 6))
 
 
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:Using torch.cross without specifying the dim:UserWarning")
+def test_cross_products_stay_sharded() -> None:
+    mesh = line(2)
+    for a, b, out in ((S0, S0, S0), (S1, S1, S1), (P, R, P), (S2, S2, R)):
+        for call in (torch.linalg.cross, torch.cross):  # on a part of (6, 2, 3) torch.cross would take dim 0
+            made, counts = like_one_device(call, [rand(6, 2, 3), rand(6, 2, 3).flip(0)], mesh, [(a,), (b,)])
+            assert made.placements == (out,) and bool(counts) == (a == S2), f"{a} {b}"
+    made, counts = like_one_device(torch.linalg.cross, [rand(5, 3), rand(1, 3)], mesh, [(S0,), (R,)])
+    assert made.placements == (S0,) and not counts
+
+
 @on_ranks(2, 3)
 @pytest.mark.parametrize("bias", [(4,), (12, 4), (), (1, 4), (12, 1)], ids=str)
 def test_a_bias_goes_where_the_product_is(bias: tuple[int, ...], ranks: int) -> None:

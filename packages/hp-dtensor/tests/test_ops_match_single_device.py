@@ -2,7 +2,7 @@
 
 The default run tries a few combinations of each call: every placement of every argument, on two ranks or on three. To
 run them all, as after a change of the rules, set HYPER_PARALLEL_SWEEP to how many of one call are enough, 100 say;
-strided and ragged shards are then among them.
+strided and ragged shards are then among them. HYPER_PARALLEL_CASES=cross leaves the calls with "cross" in their names.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ pytestmark = pytest.mark.device
 
 assert len({case.name for case in CASES}) == len(CASES)
 LIMIT = int(os.environ.get("HYPER_PARALLEL_SWEEP", "0"))
+NAMED = os.environ.get("HYPER_PARALLEL_CASES", "")
+CHOSEN = [case for case in CASES if NAMED in case.name]
+assert CHOSEN, f"HYPER_PARALLEL_CASES: none of {len(CASES)} calls has {NAMED!r} in its name"
 GROUP = 32
-GROUPS = [pytest.param(i, id=f"from {CASES[i].name}") for i in range(0, len(CASES), GROUP)]
+GROUPS = [pytest.param(i, id=f"from {CHOSEN[i].name}") for i in range(0, len(CHOSEN), GROUP)]
 
 
 @dataclass
@@ -229,7 +232,7 @@ def _check_gradients(truth: Truth, out: list[Any], given: list[DTensor], what: s
 
 
 def _sweep(first: int, mesh: Any, limit: int) -> None:
-    for case in CASES[first : first + GROUP]:
+    for case in CHOSEN[first : first + GROUP]:
         truth = _truth(case)
         combinations = _combinations(case, mesh.shape, max(limit, LIMIT))
         if not LIMIT and mesh.ndim == 1 and len(combinations) > 1:  # one half on two ranks, the other on three

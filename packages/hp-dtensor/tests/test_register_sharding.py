@@ -14,7 +14,9 @@ from hp_dtensor import Partial, Replicate, Shard, distribute_tensor, init_device
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.rules.factors import choose
 from hp_dtensor.torch.functions import register_sharding
+from hp_dtensor.torch.ops import whole
 from hp_dtensor.torch.ops.dispatching import dispatch
+from hp_dtensor.torch.ops.dispatching.calls import name_of
 from hp_dtensor.torch.ops.functions import BINDINGS
 from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
@@ -196,3 +198,10 @@ def test_what_is_refused() -> None:
         register_sharding("add")
     with pytest.raises(NotImplementedError, match=r"aten.add_.Tensor writes to its arguments"):
         register_sharding(torch.ops.aten.add_.Tensor)
+
+
+def test_no_function_with_a_rule_runs_on_gathered_values() -> None:
+    """The handler would be asked first and the rule never; all values would be right all the same."""
+    gathered = whole.special()
+    both = [name_of(f) for f in BINDINGS if f in gathered or dispatch._SPECIAL.get(f) is whole.on_whole]
+    assert both == [], "take these names out of hp_dtensor/torch/ops/whole.py, or their rules out of ops/functions.py"

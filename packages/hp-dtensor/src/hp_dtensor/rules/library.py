@@ -45,6 +45,18 @@ def matmul_transposed(shapes: Shapes, results: Shapes, arguments: Mapping[str, A
     return rule(f"{a}, {b} -> ... m n", reduce="k", linear="0 1")(shapes, results, arguments)
 
 
+def cross(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
+    """Multiply vectors along ``dim``, which needs replication; other dims broadcast."""
+    dims = pointwise_factors(shapes, results)
+    (along,) = dims_argument(arguments["dim"], len(dims.results[0]))
+    return FactorMap(
+        dims.operands,
+        dims.results,
+        need_replication=frozenset({along}),
+        linear=(frozenset({0}), frozenset({1})),
+    )
+
+
 def rows(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> FactorMap:
     """Look up rows along dim ``axis``: dim 0 may be sharded, as in an embedding; any other needs replication."""
     source, index = present(shapes)
@@ -63,8 +75,6 @@ def bias_add(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> F
     return rule(f"{dims}, d{arguments['channel']} -> {dims}", linear="0+1")(shapes, results, arguments)
 
 
-"""The rule of each operation, by name."""
-
 ANY = frozenset(PARTIAL_OPS)
 
 
@@ -74,6 +84,8 @@ def pad(shapes: Shapes, results: Shapes, arguments: Mapping[str, Any]) -> Factor
     ``linear``: the padding is zero, or comes from the operand; ``full``: the kernel takes no empty shard.
     """
     (shape,) = present(shapes)
+    # of the operand alone, since the padded dims have other sizes in the result; not taken over as it is, since
+    # padding is not element by element
     pointwise = pointwise_factors([shape], [shape])
     return FactorMap(
         pointwise.operands,
@@ -375,6 +387,7 @@ RULES: dict[str, Rule] = {
         linear="0 1",
     ),
     "outer": rule("m, n -> m n", linear="0 1"),
+    "cross": cross,
     "embedding": rule("..., v d -> ... d", reduce="v", contiguous="v"),
     "embedding_of": rule("..., v d -> ... d", need_replication="v"),
     # groups of rows, each with its own matrix; the third operand has the ends of the groups
@@ -430,3 +443,4 @@ RULES: dict[str, Rule] = {
     "images": images,
     "whole": rule("replicate"),
 }
+"""The rule of each operation, by name."""

@@ -1,4 +1,8 @@
-"""The torch functions, each bound to a rule: the one table to look in for what is supported.
+"""The torch functions, each bound to a rule: the last of the tables that a call of a function is looked up in.
+
+`dispatching/dispatch.py` asks the handlers before these rules: those of `dispatching/special.py`, in whose table
+`whole.py` (gathered values), `composites.py` (other operations) and a few modules more put theirs. A handler may call
+`dispatch.planned`, which takes the rule from here. A function in neither table raises NotImplementedError.
 
 Some shapes of results are known without asking torch, whose meta functions take longer than all the rest of a plan.
 None is the answer where the arguments don't fit: torch is asked then, and says so in its own words.
@@ -71,7 +75,7 @@ def bind(rule: str, functions: Any, signature: str | None = None, operands: str 
     """Bind torch functions to a rule.
 
     Example:
-        >>> bind("replicated_dim", torch.cumsum, "input dim dtype=None", "input")
+        >>> bind("linear_whole_dims", torch.cumsum, "input dim dtype=None", "input")
 
     Args:
         rule: name of a rule of ``hp_dtensor.rules``, or ``"view"``.
@@ -168,6 +172,15 @@ def _bind_pointwise() -> None:
 def _bind_products() -> None:
     bind("matmul", "matmul mm bmm mv __matmul__ dot")
     bind("outer", "outer ger")
+    bind(
+        "cross",
+        [torch.cross, T.cross],
+        "input other dim=None",
+        "input other",
+        arguments=local.cross_arguments,
+        local=local.cross,
+    )
+    bind("cross", torch.linalg.cross, "input other dim=-1", "input other")
     names, shapes = ("input weight bias=None", "input weight bias"), linear
     bind("linear", F.linear, *names, local=local.biased, shapes=shapes)
     bind("linear", heavy.linear, *names, local=local.biased, shapes=shapes)

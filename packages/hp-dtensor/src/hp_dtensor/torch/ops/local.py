@@ -13,17 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor.layout.placements import Shard
+from hp_dtensor.layout.placements import Partial, Replicate, Shard
 from hp_dtensor.layout.sharding import chunk
+from hp_dtensor.rules.factors import NoLegalPlacement, Solution
 from hp_dtensor.rules.library import dims_argument
 from hp_platform import get_platform
-
-if TYPE_CHECKING:
-    from hp_dtensor.rules.planning import Call
-from typing import TYPE_CHECKING
-
-from hp_dtensor.layout.placements import Partial, Replicate
-from hp_dtensor.rules.factors import NoLegalPlacement, Solution
 
 if TYPE_CHECKING:
     from hp_dtensor.rules.planning import Call
@@ -75,6 +69,12 @@ def reverse_arguments(call: Call) -> dict[str, Any]:
     elif len(order) > 1:
         order[-1], order[-2] = order[-2], order[-1]
     return {"order": tuple(order)}
+
+
+def cross_arguments(call: Call) -> dict[str, Any]:
+    """Without a dim, ``torch.cross`` takes the first one of size three."""
+    dim = call.bound["dim"]
+    return {"dim": call.specs[0].shape.index(3) if dim is None else dim}
 
 
 def einsum_arguments(call: Call) -> dict[str, Any]:
@@ -204,6 +204,14 @@ def mean(call: Call) -> Any:
         return total / count
 
     return run
+
+
+def cross(call: Call) -> Any:
+    """Name the dim that the whole has: the first of size three in a shard may be another."""
+    if call.bound["dim"] is not None:
+        return None
+    dim = cross_arguments(call)["dim"]
+    return lambda input, other, *_, **__: torch.linalg.cross(input, other, dim=dim)
 
 
 def biased(call: Call) -> Any:

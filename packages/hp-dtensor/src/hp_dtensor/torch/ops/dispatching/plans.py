@@ -88,8 +88,9 @@ class ViewDecision:
         return metas, is_view, noted if any(noted) else None
 
 
-_RULES = frozenset({"attention", "norm", "statistics", "replicated_dim"})
-"""Of these, kernels compute the gradient of no elements apart."""
+_ON_STAND_INS = frozenset({"attention", "norm", "statistics", "replicated_dim"})
+"""Rules whose kernels record another graph, or none, for an empty operand: a rank with an empty shard runs them on
+numbers in its place, see `_on_stand_ins`, so that its backward communicates as the others' do."""
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -105,7 +106,7 @@ def with_the_others(call: Call, rule: str, view: bool, compute: Callable[..., An
     if all(_filled(spec) == spec.local_shape for spec in call.targets):
         return None
     partial = any(placement.is_partial() for spec in call.results for placement in spec.placements)
-    if view or rule not in _RULES or partial:
+    if view or rule not in _ON_STAND_INS or partial:
         return _replayed(compute)  # what is no view may give one all the same: einsum squeezes a product
     return _on_stand_ins(call, compute)
 
