@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 
-from hp_checkpoint.disk.files import Kind, index_of, lay_out, read_header
+from hp_checkpoint.disk.files import Chunk, Entry, Kind, index_of, lay_out, read_header
 from hp_checkpoint.disk.manifest import FileSums
+from hp_checkpoint.disk.storage import read_at
 from hp_checkpoint.errors import InvalidCheckpointError
 from hp_checkpoint.layout.tensors import Holding, Piece, clip, gather, move, pieces, runs, scale
+from hp_checkpoint.loading import reads as reading
 from hp_checkpoint.loading.reads import Units, exchange, reads, request_rows
 from hp_checkpoint.saving.save_plan import Tensor, shard_sizes, writers
 from hp_dtensor import Partial, RaggedShard, Replicate, Shard, StridedShard
@@ -161,6 +163,58 @@ def test_reads_merge_neighbours():
     assert reads([Piece(0, 10), Piece(5, 10)]) == ((0, 15),)
     assert reads([Piece(0, 10), Piece(10, 10)], chunk=10) == ((0, 20),)
     assert reads([Piece(0, 10), Piece(11, 10)], chunk=10) == ((0, 10), (11, 21))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [np.s_[:], np.s_[2:5], np.s_[:, 3:7], np.s_[:, 3:60], np.s_[:, 5], np.s_[::3, ::5]],
+    ids=["all", "rows", "few columns", "most columns", "one column", "steps"],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_range_of_a_view_is_read_from_the_matrix_that_is_stored(view, turned, tmp_path):
+    stored = np.arange(9 * 64, dtype=np.int32).reshape(9, 64)
+    _reads_all_ranges(stored, stored[view].T if turned else stored[view], tmp_path)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("call", "block"), [(0, 100), (1000, 100), (1000, 1 << 20)], ids=["runs", "blocks", "one block"]
+)
+def test_runs_of_a_view_are_read_one_by_one_or_from_blocks(call, block, turned, tmp_path, monkeypatch):
+    """By how much is between them; windows that overlap can't be cut by blocks, and are read one by one."""
+    monkeypatch.setattr(reading, "_CALL_BYTES", call)
+    monkeypatch.setattr(reading, "_RANGE_BYTES", block)
+    stored = np.arange(9 * 64, dtype=np.int32).reshape(9, 64)
+    windows = np.lib.stride_tricks.sliding_window_view(stored.reshape(-1), 50)
+    for array in (stored[::2, 5:8], stored[:, 7], windows[100:105], stored.reshape(9, 8, 8)[::3, 1:3, 2:4]):
+        _reads_all_ranges(stored, array.T if turned else array, tmp_path)
+
+
+def test_a_turned_matrix_takes_few_calls(tmp_path, monkeypatch):
+    stored, calls = np.arange(300 * 300, dtype=np.int32).reshape(300, 300), []
+    monkeypatch.setattr(reading, "read_at", lambda *each: calls.append(each) or read_at(*each))
+    _reads(stored, stored.T, tmp_path, [(0, stored.nbytes)])
+    assert len(calls) == 1
+
+
+def _reads_all_ranges(stored, array, folder):
+    ranges = (
+        (start, stop) for start in range(0, array.size * 4, 20) for stop in (start + 4, start + 36, array.size * 4)
+    )
+    _reads(stored, array, folder, ranges)
+
+
+def _reads(stored, array, folder, ranges):
+    """Ranges of the bytes of ``array``, a view of ``stored``, are right when they are read from its file."""
+    stored.tofile(folder / "file")
+    offset = array.__array_interface__["data"][0] - stored.__array_interface__["data"][0]
+    strides = tuple(stride // 4 for stride in array.strides)
+    chunk = Chunk((0,) * array.ndim, array.shape, "file", offset, strides)
+    entry = Entry("w", Kind("I32", array.shape), "", 0, (chunk,))
+    truth = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    for start, stop in ranges:
+        got = reading.read_range(entry, folder, start, min(stop, len(truth)))
+        assert np.array_equal(got, truth[start:stop]), (array.shape, strides, start, stop)
 
 
 @settings(max_examples=300, deadline=None)

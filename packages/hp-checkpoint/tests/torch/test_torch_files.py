@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hp_checkpoint import InvalidCheckpointError, convert_full_checkpoint_to_dcp, dcp_to_full_state_dict, load, save
+from hp_checkpoint import (
+    InvalidCheckpointError,
+    convert_full_checkpoint_to_dcp,
+    dcp_to_full_state_dict,
+    load,
+    load_checkpoint,
+    save,
+)
 from hp_checkpoint.extend import to_hugging_face
 from hp_checkpoint.formats.torch_files import torch_file
 
@@ -26,6 +33,7 @@ def test_a_training_s_state(tmp_path):
     others = {
         "turned": base.t(),
         "part": base[1:3, 2:5],
+        "columns": torch.arange(800).reshape(8, 100)[:, 3:5],
         "u16": torch.arange(3).to(torch.uint16),
         "empty": torch.zeros(0, 2),
     }
@@ -61,6 +69,18 @@ def test_the_weights_of_an_older_model(tmp_path):
     for folder in ("model", "other", "again"):
         load(found := {name: torch.zeros_like(each) for name, each in weights.items()}, checkpoint_id=tmp_path / folder)
         assert all(torch.equal(found[name], each) for name, each in weights.items())
+
+
+def test_a_file_in_place_of_a_folder(tmp_path):
+    file = tmp_path / "x.pt"
+    torch.save({"w": torch.arange(3), "step": 4}, file)
+    for call in (lambda: load({}, checkpoint_id=file, no_dist=True), lambda: load_checkpoint(file)):
+        with pytest.raises(
+            InvalidCheckpointError, match="x.pt is a file, .*`hyper-parallel checkpoint convert .*x.pt TARGET"
+        ):
+            call()
+    convert_full_checkpoint_to_dcp(file, tmp_path / "folder", "torch")  # as the error says
+    assert load_checkpoint(tmp_path / "folder")["step"] == 4
 
 
 class Evil:

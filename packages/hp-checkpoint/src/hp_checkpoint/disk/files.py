@@ -95,7 +95,8 @@ class Chunk:
 class Entry:
     """A tensor of a checkpoint: its name, kind, file, and the offset in bytes of its first element in the file.
 
-    Of a tensor that is stored in chunks file and offset say nothing. One without elements may have neither.
+    Of a tensor that is stored in chunks (a view with gaps is one chunk) those alone say where it is: file is the first
+    one's or "", and offset means nothing. A tensor without elements may have neither.
     """
 
     name: str
@@ -335,7 +336,7 @@ def packed_file(file: str, names: Sequence[str], tensors: Mapping[str, Kind]) ->
 
 FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_CHUNK = 1 << 20  # elements at a time
+_CONVERTED_ELEMENTS = 1 << 20  # at a time
 
 
 def name_of_dtype(dtype: Any) -> str:
@@ -386,8 +387,8 @@ def converted(data: np.ndarray, source: str, target: str) -> np.ndarray:
         return data
     count = len(data) // DTYPES[source]
     result = np.empty(count * DTYPES[target], np.uint8)
-    for start in range(0, count, _CHUNK):
-        stop = min(start + _CHUNK, count)
+    for start in range(0, count, _CONVERTED_ELEMENTS):
+        stop = min(start + _CONVERTED_ELEMENTS, count)
         values = _decoded(data[start * DTYPES[source] : stop * DTYPES[source]], source)
         result[start * DTYPES[target] : stop * DTYPES[target]] = _encoded(values, target)
     return result

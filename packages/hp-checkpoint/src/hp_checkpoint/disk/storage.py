@@ -142,7 +142,7 @@ MANIFEST = "manifest.json"
 _PART = ".part-"
 _NONCE = re.compile(r".+\.part-[0-9a-f]{12}")  # a folder of a similar name is not ours to remove
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/+")  # one slash is left of two in a Path
-_CHUNK = 1 << 20
+_WRITTEN_BYTES = 1 << 20
 _NEW = 60.0  # seconds in which a save has surely locked its folder
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
@@ -274,7 +274,7 @@ def write_at(descriptor: int, data: np.ndarray, offset: int, path: Path) -> None
     view = data.data
     while view:
         try:
-            done = os.pwrite(descriptor, view[:_CHUNK], offset)
+            done = os.pwrite(descriptor, view[:_WRITTEN_BYTES], offset)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
         view, offset = view[done:], offset + done

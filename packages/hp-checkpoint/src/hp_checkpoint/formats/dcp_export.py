@@ -134,7 +134,7 @@ def _append_all(before: bytes, values: Any, after: bytes, write: Callable[[bytes
 
 Keys = tuple[str | int, ...]
 Sizes = tuple[int, ...]
-_CHUNK = 64 << 20  # bytes of a tensor's chunk at most; an archive of less than 4 GiB is the older, simpler format
+_CHUNK_BYTES = 64 << 20  # bytes of a tensor's chunk at most; an archive of less than 4 GiB is the older, simpler format
 _FILE = 5 * 10**9
 _AT_ONCE = 16 << 20
 _DTYPES = {own: name for name, own in TORCH_NAMES.items()}
@@ -186,7 +186,7 @@ def to_dcp(folder: Path, target: Path, *, dtype: str | None = None, weights_only
         return [METADATA, *files.names]
 
 
-def blocks(shape: Sizes, itemsize: int, limit: int = _CHUNK) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def blocks(shape: Sizes, itemsize: int, limit: int = _CHUNK_BYTES) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Divide a tensor into boxes of consecutive elements, of at most ``limit`` bytes each: (offsets, sizes).
 
     >>> list(blocks((3, 4), 4, 32))

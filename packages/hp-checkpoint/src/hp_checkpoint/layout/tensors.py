@@ -91,6 +91,13 @@ def chunk_pieces(
         >>> chunk_pieces((3, 4), (Shard(1),), (2,), (1,), Chunk((1, 0), (2, 3), "file", 0, (3, 1)))
         (Piece(first=2, length=1, count=2, stride=3, local=2, local_stride=2),)
 
+        All of a tensor (2, 3) that is the columns 4 to 6 of a stored matrix with 100 columns, and one that is stored
+        turned, of which each row is a piece:
+        >>> chunk_pieces((2, 3), (), (), (), Chunk((0, 0), (2, 3), "file", 0, (100, 1)))
+        (Piece(first=0, length=3, count=2, stride=100, local=0, local_stride=3),)
+        >>> chunk_pieces((2, 3), (), (), (), Chunk((0, 0), (2, 3), "file", 0, (1, 2)))[1]
+        Piece(first=1, length=1, count=3, stride=2, local=3, local_stride=1)
+
     Args:
         shape: the global shape.
         placements: as those of `pieces`.

@@ -191,10 +191,16 @@ def open_checkpoint(folder: Path) -> Manifest:
 
     Raises:
         FileNotFoundError: there is no such folder.
-        InvalidCheckpointError: it is no checkpoint, or a damaged one.
+        InvalidCheckpointError: it is a file, no checkpoint, or a damaged one.
         ValueError: it is a URL.
     """
     local_folder(folder)
+    if folder.is_file():
+        raise InvalidCheckpointError(
+            f"{folder} is a file, and checkpoints are folders: `hyper-parallel checkpoint convert {folder} TARGET`"
+            " writes one with the tensors of a file of safetensors, torch.save or mindspore.save_checkpoint, and"
+            " hp_checkpoint.convert_full_checkpoint_to_dcp one with all of its values"
+        )
     if not folder.is_dir():
         beside = sorted(each.name for each in folder.parent.glob("*") if (each / MANIFEST).exists())
         has = f"; {folder.parent} has the checkpoints {', '.join(beside[-5:])}" if beside else ""
@@ -278,7 +284,7 @@ def _of_headers(folder: Path, files: Iterable[str]) -> Manifest:
     return Manifest(None, {"model": entries}, sizes)
 
 
-_CHUNK = 8 << 20
+_COMPARED_BYTES = 8 << 20
 
 
 def checked_tensors(state: State, manifest: Manifest, folder: Path, ranks: Ranks) -> dict[Address, Any]:
@@ -343,5 +349,5 @@ def _equal(one: Entry | None, other: Entry | None, folder: Path, ranks: Ranks) -
 
 
 def _ranges(entry: Entry, folder: Path, ranks: Ranks) -> Iterator[np.ndarray]:
-    for at in range(ranks.rank * _CHUNK, entry.kind.nbytes, ranks.size * _CHUNK):
-        yield read_range(entry, folder, at, min(at + _CHUNK, entry.kind.nbytes))
+    for at in range(ranks.rank * _COMPARED_BYTES, entry.kind.nbytes, ranks.size * _COMPARED_BYTES):
+        yield read_range(entry, folder, at, min(at + _COMPARED_BYTES, entry.kind.nbytes))

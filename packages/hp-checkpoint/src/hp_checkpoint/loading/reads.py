@@ -1,4 +1,4 @@
-"""Reads: who reads which range of which file, so that each byte is read once over all ranks.
+"""Reads: which rank reads which range of a file, each byte once; and, for conversions, one tensor's bytes in order.
 
 Note [Units]
     A file is divided into units, each of which one rank reads completely, so that it can verify the unit alone. A unit
@@ -20,8 +20,10 @@ from hp_checkpoint.disk.files import Chunk, Entry
 from hp_checkpoint.disk.storage import opened, read_at
 from hp_checkpoint.layout.tensors import Piece, chunk_pieces, clip, move, runs, scale
 
-# ---- streams of elements ----
-_CHUNK = 16 << 20
+# ---- one tensor's bytes in order, for conversions, which one process runs ----
+_RANGE_BYTES = 16 << 20
+_CALL_BYTES = 4096
+"""Bytes whose reading takes less than another system call: the smallest that a disk reads anyway."""
 
 
 def stream(entry: Entry, folder: Path) -> Iterator[np.ndarray]:
@@ -31,8 +33,8 @@ def stream(entry: Entry, folder: Path) -> Iterator[np.ndarray]:
         entry: of the tensor.
         folder: of the checkpoint.
     """
-    for start in range(0, entry.kind.nbytes, _CHUNK):
-        yield read_range(entry, folder, start, min(start + _CHUNK, entry.kind.nbytes))
+    for start in range(0, entry.kind.nbytes, _RANGE_BYTES):
+        yield read_range(entry, folder, start, min(start + _RANGE_BYTES, entry.kind.nbytes))
 
 
 def read_range(entry: Entry, folder: Path, start: int, stop: int) -> np.ndarray:
@@ -50,39 +52,55 @@ def read_range(entry: Entry, folder: Path, start: int, stop: int) -> np.ndarray:
         with opened(path) as descriptor:
             read_at(descriptor, data, entry.offset + start, path)
     for chunk in entry.chunks:
-        parts = [part for piece in _turned(entry, chunk) for part in clip(piece, start, stop)]
-        if not parts:
-            continue
-        path = folder / chunk.file
-        with opened(path) as descriptor:
-            for part in parts:
-                _fill(data, start, part, descriptor, path)
+        parts = [_swapped(part) for piece in _by_tensor(entry, chunk) for part in clip(piece, start, stop)]
+        if parts:
+            path = folder / chunk.file
+            with opened(path) as descriptor:
+                _fill(data, start, parts, descriptor, path)
     return data
 
 
-def _fill(data: np.ndarray, start: int, part: Piece, descriptor: int, path: Path) -> None:
-    """Read runs that are near each other at once."""
-    span = (part.count - 1) * part.local_stride + part.length
-    if part.count == 1:
-        read_at(descriptor, data[part.first - start :][: part.length], part.local, path)
-    elif span <= 2 * part.size:
-        found = np.empty(span, np.uint8)
-        read_at(descriptor, found, part.local, path)
-        move(part.length, part.count, found, 0, part.local_stride, data, part.first - start, part.stride)
+def _fill(data: np.ndarray, start: int, parts: Sequence[Piece], descriptor: int, path: Path) -> None:
+    """Read parts of a tensor: with what is between them if that is little for the calls it saves, else run by run.
+
+    Args:
+        data: to fill.
+        start: where it starts in the tensor.
+        parts: in bytes of the file, with the tensor's bytes as the local ones.
+        descriptor: of the file.
+        path: of the file.
+    """
+    low, high = min(part.first for part in parts), max(part.end for part in parts)
+    count = sum(part.count for part in parts)
+    apart = all(part.count == 1 or part.stride >= part.length for part in parts)  # else `clip` can't cut them
+    if count > 1 and apart and high - low <= max(2 * sum(part.size for part in parts), _CALL_BYTES * count):
+        for at in range(low, high, _RANGE_BYTES):
+            block = np.empty(min(_RANGE_BYTES, high - at), np.uint8)
+            read_at(descriptor, block, at, path)
+            for part in (inner for each in parts for inner in clip(each, at, at + len(block))):
+                source, target = (block, part.first - at, part.stride), (data, part.local - start, part.local_stride)
+                move(part.length, part.count, *source, *target)
+    elif len(parts) > 1:
+        for part in parts:
+            _fill(data, start, [part], descriptor, path)
     else:
-        for number in range(part.count):
-            at = part.first - start + number * part.stride
-            read_at(descriptor, data[at : at + part.length], part.local + number * part.local_stride, path)
+        for there, here in runs(parts[0]):
+            read_at(descriptor, data[here - start : here - start + parts[0].length], there, path)
 
 
 @lru_cache(maxsize=1024)
-def _turned(entry: Entry, chunk: Chunk) -> tuple[Piece, ...]:
-    """Return a chunk's pieces in bytes of the tensor, with their places in the file as the local ones."""
-    size = entry.kind.itemsize
-    pieces = [scale(piece, size, chunk.offset) for piece in chunk_pieces(entry.kind.shape, (), (), (), chunk)]
-    return tuple(Piece(p.local, p.length, p.count, p.local_stride, p.first, p.stride) for p in pieces)
+def _by_tensor(entry: Entry, chunk: Chunk) -> tuple[Piece, ...]:
+    """Return a chunk's pieces in bytes of the tensor, by which `clip` cuts them, with the file's as the local ones."""
+    pieces = chunk_pieces(entry.kind.shape, (), (), (), chunk)
+    return tuple(_swapped(scale(piece, entry.kind.itemsize, chunk.offset)) for piece in pieces)
 
 
+def _swapped(piece: Piece) -> Piece:
+    """Return the same runs with the places where they are and where they go exchanged."""
+    return Piece(piece.local, piece.length, piece.count, piece.local_stride, piece.first, piece.stride)
+
+
+# ---- a checkpoint, read by all ranks together ----
 COLUMNS = 5
 """Of a request: number of the file, and first, length, count and stride of a piece, in bytes of it."""
 

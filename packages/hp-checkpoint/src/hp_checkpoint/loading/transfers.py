@@ -174,7 +174,7 @@ def _opened(record: bytes, size: int, lasting: ExitStack) -> _Neighbour | None:
     return _Neighbour(memory[:size], pipe, handle)
 
 
-_CHUNK = 1 << 20
+_CHECKED_BYTES = 1 << 20
 
 
 class Target:
@@ -319,8 +319,8 @@ class Transfers:
             else:
                 for row in rows:
                     hasher, end = xxhash.xxh3_64(), row[0] + row[1]
-                    for at in range(row[0], end, _CHUNK):
-                        chunk = data[at - start : min(at + _CHUNK, end) - start]
+                    for at in range(row[0], end, _CHECKED_BYTES):
+                        chunk = data[at - start : min(at + _CHECKED_BYTES, end) - start]
                         read_at(descriptor, chunk, at, path)
                         hasher.update(chunk.data)
                     if hasher.intdigest() != row[4]:

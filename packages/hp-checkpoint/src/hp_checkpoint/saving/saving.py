@@ -63,7 +63,7 @@ def wait_for_saves(target: Path) -> None:
 
 
 STATE = "state.json"
-_CHUNK = 1 << 20
+_HASHED_BYTES = 1 << 20
 _COLUMNS = 6  # number of the file, first, length, count, stride, checksum
 
 
@@ -245,8 +245,8 @@ def _write(descriptor: int, piece: Piece, data: np.ndarray, path: Path) -> int:
         return checksum(values)
     values = gather(data, piece.local, piece.length, piece.count, piece.local_stride)
     hasher = xxhash.xxh3_64()
-    for at in range(0, len(values), _CHUNK):
-        chunk = values[at : at + _CHUNK]
+    for at in range(0, len(values), _HASHED_BYTES):
+        chunk = values[at : at + _HASHED_BYTES]
         hasher.update(chunk.data)
         write_at(descriptor, chunk, piece.first + at, path)
     return hasher.intdigest()
