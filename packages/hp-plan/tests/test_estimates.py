@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from hp_pipeline import Pipeline, check, placed
 from hp_plan import ParallelPlan, build_model
+from hp_plan.features.pipelines import ORDERS
 from hp_plan.port import models
-from hp_plan.proposal import _Counts
+from hp_plan.proposal import _Counts, _in_flight
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 
@@ -57,5 +59,25 @@ def test_hidden_states_are_whole_on_ranks_of_tp_and_parts_of_the_sequence_are_no
 
 def test_a_stage_has_more_than_one_micro_batch_at_a_time():
     first, later = (saved_by(plan_of({"pp": 2}, pipeline={"schedule": name})) for name in ("1f1b", "zbv"))
-    sample = (saved_by(plan_of({})) - 3 * 4 * ROWS * LENGTH * SIZES["vocab_size"]) / ROWS
-    assert first == pytest.approx(1.5 * sample, rel=0.01) and later == pytest.approx(1.5 * sample, rel=0.01)
+    logits = 3 * 4 * LENGTH * SIZES["vocab_size"]  # of one sample, with their loss
+    sample = saved_by(plan_of({})) / ROWS - logits
+    assert first == pytest.approx(1.5 * sample, rel=0.01)
+    assert later == pytest.approx(1.5 * sample + logits, rel=0.01), "the rank with the first stage has the last, too"
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("micros", [4, 32])
+def test_as_many_micro_batches_are_counted_as_the_schedule_holds(name, micros):
+    shape, write = ORDERS[name]
+    pipeline = Pipeline(placed(shape, 8), micros)
+    held = max(check(write(pipeline), pipeline)) / len(pipeline.placement)
+    plan = plan_of({"pp": 8}, pipeline={"schedule": name, "micro_batches": micros})
+    assert _in_flight(plan) == held + 1 / 8
+
+
+def test_auto_is_counted_as_the_schedule_that_bounds_it():
+    def counted(**pipeline):
+        return _in_flight(plan_of({"pp": 4}, pipeline={"micro_batches": 16, **pipeline}))
+
+    assert counted(schedule="auto") == counted(schedule="1f1b") == 5 / 4
+    assert counted(schedule="auto", split=[1] * 8) == counted(schedule="interleaved") == 6.5 / 4

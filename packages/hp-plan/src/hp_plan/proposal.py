@@ -16,7 +16,7 @@ from typing import Any
 
 from hp_offload.extend import size
 from hp_pipeline import split_model
-from hp_plan.features.pipelines import micro_batches, samples
+from hp_plan.features.pipelines import held_micro_batches, micro_batches, samples
 from hp_plan.linting import examine
 from hp_plan.plan import ParallelPlan, read_plan
 from hp_plan.port import build, models
@@ -213,8 +213,7 @@ class _Counts:
         if plan.memory.recompute and self.blocks:
             saved = saved / self.blocks + self.blocks * tokens * self._width() * own
         vocabulary = getattr(self._outline.config, "vocab_size", 0) or 0
-        # The last stage of a pipeline has logits, and fewer micro-batches than the first.
-        copies = 0 if mesh.pp > 1 else _LOGITS if mesh.tp == 1 else _LOGITS + _GATHERED_LOGITS
+        copies = 0 if not _has_loss(plan) else _LOGITS if mesh.tp == 1 else _LOGITS + _GATHERED_LOGITS
         return Estimate(training_bytes(plan, self._outline), gathered, int(saved + copies * 4 * tokens * vocabulary))
 
 
@@ -224,14 +223,20 @@ _GATHERED_LOGITS = 2  # and parts of them, before they are gathered, with gradie
 
 
 def _in_flight(plan: ParallelPlan) -> float:
-    """Return how many micro-batches, each of the whole model, a rank with a stage of it has at a time."""
-    pp, name = plan.mesh.pp, plan.pipeline.schedule
-    if pp == 1:
+    """Return how many micro-batches, each of the whole model, the rank with the most has at a time."""
+    if plan.mesh.pp == 1:
         return 1.0
-    # The first stage of 1F1B has begun one micro-batch more than there are stages. Schedules that put
-    # the weights' gradients off keep what these need, and the gradients of outputs.
-    count = micro_batches(plan) if name == "gpipe" else pp + 1 if name == "1f1b" else 1.5 * pp
-    return min(count, micro_batches(plan)) / pp
+    # A run has one more than `check` counts: what a forward computes beside what it saves, or, where backwards for the
+    # weights wait, the gradients of outputs that they need.
+    return (max(held_micro_batches(plan)) + 1) / plan.mesh.pp
+
+
+def _has_loss(plan: ParallelPlan) -> bool:
+    """Tell whether the rank with the most micro-batches has the last stage: the last rank of `1f1b` has the fewest."""
+    if plan.mesh.pp == 1:
+        return True
+    held = held_micro_batches(plan)
+    return held[-1] == max(held)
 
 
 def _is_vector(shapes: Mapping[str, tuple[int, ...]]) -> bool:
