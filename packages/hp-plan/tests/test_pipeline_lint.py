@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import pytest
 
 from hp_plan import ParallelPlan, PipelineSection, PlanError, lint
+from hp_plan.features.pipelines import ORDERS
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 
@@ -17,6 +20,7 @@ SMALL = {
     "vocab_size": 64,
     "max_position_embeddings": 64,
 }
+EIGHT_BLOCKS = {"num_hidden_layers": 8}  # hanayo has four stages a rank
 
 
 def texts(mesh, pipeline=(), **sections):
@@ -25,11 +29,17 @@ def texts(mesh, pipeline=(), **sections):
     return [str(diagnostic) for diagnostic in lint(tables)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb1p", "zb2p", "zbv", "v-half", "v-min", "dualpipev", "auto"])
+@pytest.mark.parametrize("schedule", [*ORDERS, "auto"])
 def test_nothing_is_wrong_with_a_pipeline(schedule):
-    fsdp = {"groups": ["model.layers.*"]}
-    assert texts({"pp": 2}, {"schedule": schedule}) == []
-    assert texts({"pp": 2, "dp_shard": 2, "tp": 2}, {"schedule": schedule, "micro_batches": 4}, fsdp=fsdp) == []
+    fsdp, model = {"groups": ["model.layers.*"]}, {"config": "LlamaConfig", "overrides": SMALL | EIGHT_BLOCKS}
+    assert texts({"pp": 2}, {"schedule": schedule}, model=model) == []
+    mesh, pipeline = {"pp": 2, "dp_shard": 2, "tp": 2}, {"schedule": schedule, "micro_batches": 4}
+    assert texts(mesh, pipeline, fsdp=fsdp, model=model) == []
+
+
+def test_a_plan_names_every_schedule_that_has_an_order():
+    named = get_args(get_type_hints(PipelineSection)["schedule"])
+    assert sorted(named) == sorted([*ORDERS, "auto"])
 
 
 @pytest.mark.parametrize(
