@@ -90,12 +90,12 @@ def _written(pipeline: Pipeline, rank: int, phases: Phases) -> tuple[MetaStep, .
         for _ in range(times):
             before = len(steps)
             for token in tokens:
-                parts = [part for part in map(take, token) if part is not None]
-                if len(parts) == 2:
-                    ahead = parts[0].step_type is MetaStepType.FORWARD
+                taken = [step for step in map(take, token) if step is not None]
+                if len(taken) == 2:
+                    ahead = taken[0].step_type is MetaStepType.FORWARD
                     kind = MetaStepType.OVERLAP_F_B if ahead else MetaStepType.OVERLAP_B_F
-                    parts = [MetaStep(None, kind, None, (parts[0], parts[1]))]
-                steps += parts
+                    taken = [MetaStep(None, kind, None, (taken[0], taken[1]))]
+                steps += taken
             if len(steps) == before:
                 break
     return tuple(steps)
@@ -145,13 +145,12 @@ def is_placed(pipeline: Pipeline, shape: Shape) -> bool:
     return pipeline.placement == placed(shape, ranks, stages // ranks)
 
 
-def _chunks(pipeline: Pipeline, name: str, shape: Shape) -> int:
-    """Check that stages are placed as a schedule needs it; return the stages a rank."""
+def _check_placed(pipeline: Pipeline, name: str, shape: Shape) -> None:
+    """Check that stages are placed as a schedule needs it."""
     if not is_placed(pipeline, shape):
         raise ValueError(
             f"{name} needs stages placed as placed({shape!r}, {pipeline.ranks}), got {pipeline.placement}."
         )
-    return len(pipeline.placement) // pipeline.ranks
 
 
 def gpipe(pipeline: Pipeline) -> Order:
@@ -179,12 +178,11 @@ def one_f_one_b(pipeline: Pipeline) -> Order:
     With slices of the sequence the schedule is SeqPP's: the slices of a micro-batch go ahead first to last and come
     back last to first, and a rank holds P - r slices and those of one micro-batch.
     """
-    _chunks(pipeline, "1F1B", "line")
+    _check_placed(pipeline, "1F1B", "line")
     total = pipeline.micro_batches * pipeline.seq_slices
 
     def phases(rank: int) -> Phases:
-        warm = min(pipeline.ranks - 1 - rank + pipeline.seq_slices - 1, total)
-        return [(warm, "F0"), (total - warm, "F0 B0"), (warm, "B0")]
+        return [(pipeline.ranks - 1 - rank + pipeline.seq_slices - 1, "F0"), (total, "F0 B0")]
 
     return from_phases(pipeline, phases)
 
@@ -201,7 +199,8 @@ def interleaved(pipeline: Pipeline, *, overlap: bool = False, split: bool = Fals
         split: each backward in two halves, the one for the weights right after the one for the inputs and what runs
             together with it: the gradients of the inputs are sent before.
     """
-    chunks = _chunks(pipeline, "interleaved 1F1B", "loop")
+    _check_placed(pipeline, "interleaved 1F1B", "loop")
+    chunks = len(pipeline.stages[0])
     ranks, largest, ahead, back = pipeline.ranks, *_rounds(pipeline, chunks)
 
     def phases(rank: int) -> Phases:
@@ -231,7 +230,8 @@ def interleaved_zb(pipeline: Pipeline) -> Order:
 
     As in ZB1P a rank is short of forwards by its number, and as many backwards for the weights wait. 2401.10241.
     """
-    chunks = _chunks(pipeline, "interleaved zero bubble", "loop")
+    _check_placed(pipeline, "interleaved zero bubble", "loop")
+    chunks = len(pipeline.stages[0])
     largest, ahead, back = _rounds(pipeline, chunks)
 
     def phases(rank: int) -> Phases:
@@ -247,7 +247,7 @@ def interleaved_zb(pipeline: Pipeline) -> Order:
 
 def zb1p(pipeline: Pipeline) -> Order:
     """Zero bubble at 1F1B's memory: bubble (P - 1)(F + I - W). ZB-H1 of Qi et al., 2401.10241."""
-    _chunks(pipeline, "ZB1P", "line")
+    _check_placed(pipeline, "ZB1P", "line")
     total, last = pipeline.micro_batches * pipeline.seq_slices, pipeline.ranks - 1
 
     def phases(rank: int) -> Phases:
@@ -260,13 +260,13 @@ def zb1p(pipeline: Pipeline) -> Order:
 
 def zb2p(pipeline: Pipeline) -> Order:
     """Zero bubble at twice 1F1B's memory: no rank waits between its first and its last step. ZB-H2, 2401.10241."""
-    _chunks(pipeline, "ZB2P", "line")
+    _check_placed(pipeline, "ZB2P", "line")
     return greedy(pipeline, 2 * pipeline.ranks)
 
 
 def zbv(pipeline: Pipeline) -> Order:
     """Zero bubble at 1F1B's memory, stages there and back: what is left is the fill. ZB-V of 2401.10241."""
-    _chunks(pipeline, "ZBV", "v")
+    _check_placed(pipeline, "ZBV", "v")
     ranks, total = pipeline.ranks, pipeline.micro_batches * pipeline.seq_slices
 
     def phases(rank: int) -> Phases:
@@ -294,7 +294,7 @@ def v_min(pipeline: Pipeline) -> Order:
 
 def _from_blocks(pipeline: Pipeline, name: str, ways: tuple[int, int, int, int], limit: int | None) -> Order:
     """Return the fastest of the orders that repeat a block with these ways: Note [A block]."""
-    _chunks(pipeline, name, "v")
+    _check_placed(pipeline, name, "v")
     candidates = []
     few = 1 + _SIMULATED // (pipeline.ranks * pipeline.micro_batches)
     for gaps in turns(pipeline.ranks, ways)[:few]:
@@ -308,7 +308,8 @@ def _from_blocks(pipeline: Pipeline, name: str, ways: tuple[int, int, int, int],
 
 def hanayo(pipeline: Pipeline) -> Order:
     """Zero bubble at 1F1B's memory, stages there and back twice: half of ZBV's fill. Waves: Liu et al., 2023."""
-    limit = _chunks(pipeline, "Hanayo", "w") * pipeline.ranks
+    _check_placed(pipeline, "Hanayo", "w")
+    limit = len(pipeline.placement)  # the open forwards of P micro-batches, in all of the stages of a rank
     orders = [greedy(pipeline, limit, prefer=prefer) for prefer in ("IFW", "FIW")]
     filled = [each for order in orders if (each := fill(order, pipeline, limit)) is not None]
     return min([*filled, *orders], key=lambda order: simulate(order, pipeline).makespan)
@@ -319,7 +320,7 @@ def dual_pipe_v(pipeline: Pipeline) -> Order:
 
     With fewer than 2 P micro-batches there is nothing to run together for long, and the order is ZBV's.
     """
-    _chunks(pipeline, "DualPipeV", "v")
+    _check_placed(pipeline, "DualPipeV", "v")
     ranks, total = pipeline.ranks, pipeline.micro_batches * pipeline.seq_slices
     if total < 2 * ranks:
         return zbv(pipeline)
@@ -339,6 +340,8 @@ def dual_pipe_v(pipeline: Pipeline) -> Order:
     return from_phases(pipeline, phases)
 
 
+# Without dual_pipe_v: on these clocks two steps together take as long as one after the other, so that zbv is faster.
+# Without hanayo: the list scheduling that it is made of is tried below, under the same limit, for every placement.
 _FORMULAS: tuple[Callable[[Pipeline], Order], ...] = (
     gpipe,
     one_f_one_b,
