@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_models import Net, Stage, batch, reference
+from pipeline_models import SHAPES, Net, Stage, batch, reference
 from test_running import close
 from torch import nn
 
@@ -56,12 +56,10 @@ class Counting(nn.Module):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("name", [
-    "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZB1P", "ScheduleZBV", "ScheduleVMin",
-])  # fmt: skip
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_run_holds_what_check_counts(name):
     kind, rank = getattr(hp_pipeline, name), dist.get_rank()
-    placement, tokens = placed(kind.shape, 3), [0, 0]
+    placement, tokens = placed(SHAPES[name], 3), [0, 0]
     count = len(placement)
     own = [stage for stage, place in enumerate(placement) if place == rank]
     stages = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_models import Net, Stage, batch, reference
+from pipeline_models import SHAPES, Net, Stage, batch, reference
 from torch import nn
 
 import hp_pipeline
@@ -17,16 +17,12 @@ from hp_testing import device_type, on_ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.framework("torch")]
 
-LINE = ["ScheduleGPipe", "Schedule1F1B", "ScheduleZB1P"]
-V = ["ScheduleZBV", "ScheduleVHalf", "ScheduleVMin", "ScheduleDualPipeV"]
-LOOP = ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"]
-
 
 def build(name, micro_batches, net, **options):
     """Make this rank's part of a schedule."""
-    kind = getattr(hp_pipeline, name)
-    rank, stages = dist.get_rank(), len(net.parts)
-    placement = placed(kind.shape, dist.get_world_size(), stages // dist.get_world_size() if name in LOOP else None)
+    kind, shape = getattr(hp_pipeline, name), SHAPES[name]
+    rank, ranks, stages = dist.get_rank(), dist.get_world_size(), len(net.parts)
+    placement = placed(shape, ranks, stages // ranks if shape == "loop" else None)
     own = [PipelineStage(Stage(net, index), index, stages) for index, place in enumerate(placement) if place == rank]
     return kind(own, micro_batches, **options)
 
@@ -82,12 +78,11 @@ def close(tensor, expected, exact):
 
 @pytest.mark.smoke
 @on_ranks(1, 2, 4, thorough=(3,))
-@pytest.mark.parametrize("name", [*LINE, *V, *LOOP])
+@pytest.mark.parametrize("name", SHAPES)
 def test_every_schedule_equals_one_process(name, ranks):
-    chunks = 1 if name in LINE else 2
     several = {1, 2, ranks, 2 * ranks + 1} if ranks < 3 else {1, ranks, 2 * ranks + 1}
     for micro_batches in sorted(several) if device_type() == "cpu" else [2 * ranks + 1]:
-        compare(name, micro_batches, chunks * ranks, exact=device_type() == "cpu")
+        compare(name, micro_batches, len(placed(SHAPES[name], ranks)), exact=device_type() == "cpu")
 
 
 @on_ranks(2)
@@ -107,18 +102,16 @@ def test_forwards_alone():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "name", ["Schedule1F1B", "ScheduleZB1P", "ScheduleInterleaved1F1B", "ScheduleZBV", "ScheduleDualPipeV"]
-)
+@pytest.mark.parametrize("name", SHAPES)
 def test_forwards_alone_in_the_order_of_any_schedule(name):
-    rank, chunks = dist.get_rank(), 1 if name in ("Schedule1F1B", "ScheduleZB1P") else 2
-    net = Net(2 * chunks).double().to(device_type())
-    own = [rank] if chunks == 1 else [rank, 3 - rank] if "V" in name else [rank, rank + 2]
-    stages = [PipelineStage(Stage(net, index), index, 2 * chunks, has_backward=False) for index in own]
+    placement = placed(SHAPES[name], 2)
+    net = Net(len(placement)).double().to(device_type())
+    own = [stage for stage, place in enumerate(placement) if place == dist.get_rank()]
+    stages = [PipelineStage(Stage(net, index), index, len(placement), has_backward=False) for index in own]
     schedule = getattr(hp_pipeline, name)(stages, 5, output_concat_dim=0)
     x, _ = batch(10, device_type())
     output = schedule.run(x)
-    if own[-1] == 2 * chunks - 1:
+    if own[-1] == len(placement) - 1:
         with torch.no_grad():
             assert torch.equal(output, torch.cat([net(part) for part in x.chunk(5)]))
     assert all(parameter.grad is None for parameter in net.parameters())

@@ -28,6 +28,12 @@ SCHEDULES = {
 }
 
 
+def test_every_schedule_is_listed():
+    listed = {schedule for schedule, _ in SCHEDULES.values()}
+    others = {schedules.forwards_of, schedules.from_phases, schedules.is_placed}
+    assert {getattr(schedules, name) for name in schedules.__all__} - others <= listed
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_size_runs_to_its_end(name):
     schedule, shape = SCHEDULES[name]
