@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.experimental.optim import AdamW
-from pipeline_cells import Descent, Net, Stage, batch, reference
+from pipeline_cells import SHAPES, Descent, Net, Stage, batch, reference
 
 import hp_pipeline
 from hp_dtensor import DTensor, Replicate, init_device_mesh
@@ -18,10 +18,6 @@ from hp_testing import on_ranks
 
 pytestmark = pytest.mark.device
 
-LINE = ["ScheduleGPipe", "Schedule1F1B", "ScheduleZB1P"]
-V = ["ScheduleZBV", "ScheduleDualPipeV"]
-LOOP = ["ScheduleInterleaved1F1B"]
-
 
 def rank() -> int:
     return get_platform().groups.rank()
@@ -30,7 +26,7 @@ def rank() -> int:
 def build(name, micro_batches, net):
     """Make this rank's part of a schedule."""
     kind, ranks, stages = getattr(hp_pipeline, name), get_platform().groups.size(), len(net.parts)
-    placement = placed(kind.shape, ranks, stages // ranks if name in LOOP else None)
+    placement = placed(kind.shape, ranks, stages // ranks if kind.shape == "loop" else None)
     own = [PipelineStage(Stage(net, index), index, stages) for index, place in enumerate(placement) if place == rank()]
     return kind(own, micro_batches)
 
@@ -67,10 +63,10 @@ def compare(name, micro_batches, stages, optimize=Descent):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("name", [*LINE, *V, *LOOP])
+@pytest.mark.parametrize("name", SHAPES)
 def test_every_schedule_equals_one_process(name, ranks):
     for micro_batches in sorted({1, ranks, 2 * ranks + 1}):
-        compare(name, micro_batches, (1 if name in LINE else 2) * ranks)
+        compare(name, micro_batches, len(placed(SHAPES[name], ranks)))
 
 
 @on_ranks(3)
