@@ -232,7 +232,7 @@ class Split:
         return PipelineStage(self.stage(index), index, len(self.stages), device, shared_parameters=shared, **options)
 
     def cost(self, operations_per_second: float = 1e12) -> Costs:
-        """Return the costs of the stages, for ``simulate`` and ``synthesize``.
+        """Return the costs of the stages, for ``simulate`` and ``synthesize``; messages take no time.
 
         Args:
             operations_per_second: of a rank; it turns counted operations into seconds.

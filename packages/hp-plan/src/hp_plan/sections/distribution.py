@@ -107,7 +107,7 @@ class PipelineSection:
 
     Attributes:
         schedule: order of the steps (see the table of hp-pipeline); `auto` looks for the fastest that holds no more
-            than `1f1b` does, by the counted costs of the stages.
+            than `1f1b` does, by the counted costs of the stages, and as if messages took no time.
         micro_batches: into how many a rank's part of the batch is cut; none is one for each of its samples.
         split: blocks of each stage, from first to last; `auto` makes the slowest stage as fast as it can be by counted
             costs, `even` counts blocks.

@@ -392,7 +392,7 @@ def schedule(
         console = make_console()
         console.print(proposing.title(read, result.choice), markup=False)
         typer.echo(to_text(result.choice.trace, max(20, min(console.width, 120) - 32)))
-        typer.echo("(seconds at 1 Tflop/s a rank; activations as without tensor parallelism)")
+        typer.echo("(seconds at 1 Tflop/s a rank; messages take no time; activations as without tensor parallelism)")
         console.print(proposing.ranks_table(result.choice))
         console.print(proposing.advice(result), markup=False)
 
