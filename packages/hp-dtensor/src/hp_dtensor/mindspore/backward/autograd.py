@@ -1,4 +1,4 @@
-"""Redistribution in autograd's graph, run by a plan, with its gradient: Note [Gradient layouts] in `hp_dtensor.layout.spec`.
+"""Redistribution in autograd's graph, run by a plan, with its gradient: see Note [Gradient layouts] in `layout.spec`.
 
 Note [One sum for q, k and v]
 The gradient of a value that several operations read as varying must be reduced once, not once per operation. The
