@@ -336,6 +336,7 @@ def test_the_schedule_of_a_pipeline(command, tmp_path):
     lines = out.splitlines()
     assert lines[0] == "1f1b on 2 ranks, stages of 3, 1 blocks, 4 micro-batches of 1 sample"
     assert lines[1].startswith("rank   0 |FF") and lines[2].startswith("rank   1 |..")
+    assert "messages take no time" in lines[4]
     assert lines[3].startswith("bubble ") and " faster at the same memory: stages of " in lines[-1]
     assert (tmp_path / "line.svg").read_text().startswith("<svg ")
 
