@@ -50,17 +50,14 @@ _DTYPES = {
 
 
 def is_tensor(value: object) -> bool:
-    """Tell whether a value is a tensor."""
     return isinstance(value, Tensor)
 
 
 def dtype_of(tensor: Tensor) -> str | None:
-    """Return a dtype's name in safetensors, None for one that it lacks."""
     return _DTYPES.get(tensor.dtype)
 
 
 def refusal(tensor: Tensor) -> str | None:
-    """Return the reason why a tensor can't be saved or loaded, None where it can."""
     if isinstance(tensor, Parameter) and tensor.has_init:
         return "has no values yet; call hp_dtensor.init_parameters(cell), or cell.init_parameters_data()"
     return None
@@ -73,7 +70,6 @@ def read_bytes(tensor: Tensor) -> np.ndarray:
 
 
 def written_bytes(tensor: Tensor) -> tuple[np.ndarray, Callable[[], None] | None]:
-    """Return bytes to write, and a function that brings them into the local tensor."""
     local = local_view(tensor)
     array = local.asnumpy()
     if get_platform().devices.kind == "cpu" and local.is_contiguous() and array.flags.writeable:
@@ -109,12 +105,10 @@ def empty(dtype: str, shape: Sequence[int]) -> Tensor:
 
 
 def bytes_tensor(array: np.ndarray) -> Tensor:
-    """Return bytes as a tensor that the ranks can send."""
     return Tensor(array)
 
 
 def bytes_array(tensor: Tensor) -> np.ndarray:
-    """Return a tensor of bytes as an array."""
     return tensor.asnumpy()
 
 
@@ -133,7 +127,6 @@ def model_state(model: nn.Cell | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_states(model: nn.Cell | Mapping[str, Any], optimizer: Any) -> list[Any]:
-    """Return the state of an optimizer, or of each optimizer in a chain."""
     names: dict[int, str] = {}
     for name, value in model_state(model).items():
         names.setdefault(id(value), name)

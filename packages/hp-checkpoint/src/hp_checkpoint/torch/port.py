@@ -41,17 +41,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def is_tensor(value: object) -> bool:
-    """Tell whether a value is a tensor."""
     return isinstance(value, torch.Tensor)
 
 
 def dtype_of(tensor: torch.Tensor) -> str | None:
-    """Return a dtype's name in safetensors, None for one that it lacks."""
     return _NAMES.get(tensor.dtype)
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
-    """Return the reason why a tensor can't be saved or loaded, None where it can."""
     if tensor.is_nested:
         return "is a nested tensor; save its .unbind() parts"
     if type(tensor) not in _PLAIN and getattr(tensor, "_spec", None) is None or _is_foreign(tensor):
@@ -92,7 +89,6 @@ def written_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[], None] 
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """Return what is equal for two tensors that are one in memory, and have the same value at any time."""
     if refusal(tensor) is not None:
         return id(tensor)
     local = local_view(tensor)
@@ -108,19 +104,16 @@ def _bytes(local: torch.Tensor) -> np.ndarray:
 
 
 def empty(dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Make a tensor on the host, of a dtype by its name in safetensors."""
     return torch.empty(tuple(shape), dtype=DTYPES[dtype], device="cpu")
 
 
 def bytes_tensor(array: np.ndarray) -> torch.Tensor:
-    """Return bytes as a tensor that the ranks can send."""
     tensor = torch.from_numpy(array)
     devices = get_platform().devices
     return tensor if devices.kind == "cpu" else tensor.to(devices.current_device())
 
 
 def bytes_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor of bytes as an array."""
     return tensor.cpu().numpy()
 
 

@@ -30,13 +30,11 @@ Pairs = Sequence[tuple[Any, Any]]
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Compute on local tensors, without recording."""
     with _no_grad(), local_mode():
         yield
 
 
 def pairs(parameters: Any, gradients: Any, where: str) -> list[tuple[Any, Any]]:
-    """Return each parameter with its gradient."""
     if gradients is None:
         raise TypeError(
             f"{where}: MindSpore has no .grad, so pass gradients=gradients, the gradients that"
@@ -52,14 +50,12 @@ def pairs(parameters: Any, gradients: Any, where: str) -> list[tuple[Any, Any]]:
 
 
 def dtype_of(pairs: Pairs) -> Any:
-    """Return the dtype to add in."""
     return mstype.float64 if any(gradient.dtype == mstype.float64 for _, gradient in pairs) else mstype.float32
 
 
 def power_sum(
     gradients: Sequence[Tensor], norm_type: float, dtype: Any, pairs: Pairs, mesh: DeviceMesh | None
 ) -> Tensor:
-    """Return the sum of ``|x| ** norm_type`` over this rank's gradients, or the largest ``|x|`` for ``inf``."""
     result: Any = ops.zeros((1,), dtype)
     for gradient in gradients:
         local = to_device(local_view(gradient))
@@ -79,12 +75,10 @@ def nonzero(gradients: Sequence[Any], dtype: Any, pairs: Pairs, mesh: DeviceMesh
 
 
 def number(total: Tensor) -> float:
-    """Return a sum as a number."""
     return float(total.asnumpy().reshape(()))
 
 
 def gather(numbers: Sequence[int], group: Any) -> list[list[int]]:
-    """Return the numbers of each rank of a group."""
     own = Tensor(np.array(numbers, np.int64))
     everyone = Tensor(np.zeros(get_platform().groups.size(group) * len(numbers), np.int64))
     collectives.all_gather(everyone, own, group=group)
@@ -92,17 +86,14 @@ def gather(numbers: Sequence[int], group: Any) -> list[list[int]]:
 
 
 def of_number(number: float, double: bool, pairs: Pairs) -> Tensor:
-    """Return a number as a tensor of one element."""
     return Tensor(np.array([number], np.float64 if double else np.float32))
 
 
 def root(total: Any, norm_type: float, pairs: Pairs) -> Tensor:
-    """Return the norm, given the power sum."""
     return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).reshape(())
 
 
 def scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float, foreach: bool | None) -> None:
-    """Scale gradients in place so that ``norm`` is at most ``max_norm``."""
     with unrecorded():
         factor = ops.minimum(max_norm / (norm + 1e-6), Tensor(1.0, norm.dtype))
         for gradient in gradients:
@@ -137,7 +128,6 @@ def block_sums(
 
 
 def total(sums: Tensor) -> Tensor:
-    """Return the sum of all blocks' sums, by halves."""
     size = 1 << max(0, sums.numel() - 1).bit_length()
     return _halved(_padded(sums, size).reshape(1, size))
 
@@ -186,12 +176,10 @@ BACKWARD_RETURNS_GRADIENTS = True
 
 
 def modules_of(module: Any) -> list[nn.Cell]:
-    """List the Cells of a group, which is one."""
     return [module]
 
 
 def anatomy() -> Anatomy:
-    """Return the structure of Cells."""
     return Anatomy(
         parameters="_params",
         children="_cells",
@@ -213,7 +201,6 @@ def make_group(
     options: GroupOptions,
     ignored: Sequence[Parameter],
 ) -> None:
-    """Shard the parameters as one group, and give the Cell a sharded class."""
     refuse_rewriting()
     (module,) = modules
     shard_class(module, ParameterGroup(modules, parameters, axes, device, options, ignored))

@@ -31,7 +31,6 @@ unrecorded = torch.no_grad
 
 
 def pairs(parameters: Any, gradients: Any, where: str) -> list[tuple[Any, Any]]:
-    """Return each parameter with its ``.grad``, after the reductions under way."""
     if gradients is not None:
         raise TypeError(
             f"{where}: gradients= is for MindSpore; on PyTorch the gradients are the parameters' .grad, so leave it out"
@@ -49,7 +48,6 @@ def pairs(parameters: Any, gradients: Any, where: str) -> list[tuple[Any, Any]]:
 
 
 def dtype_of(pairs: Pairs) -> torch.dtype:
-    """Return the dtype to add in."""
     # The same on all ranks, so not of the gradients: a rank that owns no element of a parameter has none for it.
     dtypes = (parameter.dtype for parameter, _ in pairs if parameter.requires_grad)
     return reduce(torch.promote_types, dtypes, torch.float32)
@@ -58,7 +56,6 @@ def dtype_of(pairs: Pairs) -> torch.dtype:
 def power_sum(
     gradients: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, pairs: Pairs, mesh: DeviceMesh | None
 ) -> torch.Tensor:
-    """Return the sum of ``|x| ** norm_type`` over this rank's gradients, or the largest ``|x|`` for ``inf``."""
     parts = [part for gradient in gradients if (part := local_view(gradient)).numel()]
     if parts:
         norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(parts, norm_type, dtype=dtype)])
@@ -80,12 +77,10 @@ def nonzero(gradients: Sequence[Any], dtype: torch.dtype, pairs: Pairs, mesh: De
 
 
 def number(total: torch.Tensor) -> float:
-    """Return a sum as a number."""
     return total.item()
 
 
 def gather(numbers: Sequence[int], group: Any) -> list[list[int]]:
-    """Return the numbers of each rank of a group."""
     platform = get_platform()
     host = platform.groups.backend(group) in ("gloo", "fake")
     device = torch.device("cpu") if host else platform.devices.current_device()
@@ -96,12 +91,10 @@ def gather(numbers: Sequence[int], group: Any) -> list[list[int]]:
 
 
 def of_number(number: float, double: bool, pairs: Pairs) -> torch.Tensor:
-    """Return a number as a tensor of no dims."""
     return torch.tensor(number, dtype=torch.float64 if double else torch.float32, device=_device(pairs))
 
 
 def root(total: torch.Tensor, norm_type: float, pairs: Pairs) -> torch.Tensor:
-    """Return the norm, given the power sum, on the device of the gradients."""
     total = total.to(_device(pairs))
     return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
 
@@ -112,7 +105,6 @@ def _device(pairs: Pairs) -> torch.device:
 
 
 def scale(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, foreach: bool | None) -> None:
-    """Scale gradients in place so that ``norm`` is at most ``max_norm``."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -158,7 +150,6 @@ def block_sums(
 
 
 def total(sums: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all blocks' sums, by halves."""
     padded = sums.new_zeros(1, 1 << max(0, sums.numel() - 1).bit_length())
     padded[0, : sums.numel()] = sums
     return _halved(padded)[0]
@@ -204,7 +195,6 @@ def modules_of(module: Any) -> list[nn.Module]:
 
 
 def anatomy() -> Anatomy:
-    """Return the structure of modules."""
     return Anatomy(
         parameters="_parameters",
         children="_modules",
@@ -231,7 +221,6 @@ def make_group(
     options: GroupOptions,
     ignored: Sequence[nn.Parameter],
 ) -> None:
-    """Shard the parameters as one group, and give the modules sharded classes."""
     group: RootGroup = ParameterGroup(modules, parameters, axes, device, options, ignored)
     for each in modules:
         shard_class(each, group)

@@ -28,27 +28,23 @@ Numbers = np.ndarray
 
 # ---- modules ----
 def is_weight(value: Any) -> bool:
-    """Tell whether a value is a Parameter of three dims."""
     return isinstance(value, (Parameter, Tensor)) and len(value.shape) == 3
 
 
 def distribute(
     module: nn.Cell, mesh: DeviceMesh, placements: Mapping[str, tuple[Placement, ...]], src_data_rank: int | None
 ) -> None:
-    """Lay out Parameters of a Cell."""
     for name, placement in placements.items():
         distribute_parameter(getattr(module, name), mesh, placement, src_data_rank=src_data_rank)
 
 
 def replace_forward(module: nn.Cell, forward: Callable[..., Any]) -> None:
-    """Let a Cell's calls run ``forward``."""
     module.construct = types.MethodType(forward, module)
 
 
 def belongings(
     module: nn.Cell, names: Sequence[str], cut: Placement, axes: int, optimizers: Sequence[Any]
 ) -> list[str]:
-    """Refuse to move parameters."""
     raise NotImplementedError(
         f"{type(module).__name__}: experts do not move to other ranks on MindSpore. Leave homes as they are;"
         " replicas work"
@@ -56,25 +52,21 @@ def belongings(
 
 
 def move(module: nn.Cell, names: Sequence[str], cut: Placement, optimizers: Sequence[Any]) -> None:
-    """Refuse to move parameters."""
     belongings(module, names, cut, 1, optimizers)
 
 
 def named_modules(model: nn.Cell) -> Iterable[tuple[str, nn.Cell]]:
-    """List Cells and their names."""
     return model.cells_and_names()
 
 
 # ---- inputs ----
 def traits(value: Tensor) -> Traits:
-    """Return what a tensor is."""
     name = str(value.dtype)
     numbers = "floating" if "Float" in name else "integer" if "Int" in name else "other"
     return Traits(name, numbers, "", False)
 
 
 def listed(value: Tensor | Numbers) -> list[Any]:
-    """Return a tensor's numbers."""
     return (value if isinstance(value, np.ndarray) else value.asnumpy()).tolist()
 
 
@@ -92,23 +84,19 @@ def slots(chosen: Tensor, table: tuple[int, ...]) -> tuple[Numbers, Numbers]:
 
 
 def not_finite(values: Tensor) -> Numbers:
-    """Count values that are not finite."""
     return (~np.isfinite(values.astype(mindspore.float32).asnumpy())).sum()
 
 
 def count(slots: Numbers, size: int) -> Numbers:
-    """Count how often each number occurs."""
     return np.bincount(slots, minlength=size)
 
 
 def order(slots: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the stable order of numbers, and its inverse."""
     places = np.argsort(slots, kind="stable")
     return places, np.argsort(places, kind="stable")
 
 
 def copies(slots: Numbers, token: Numbers, tokens: int, widths: Sequence[int]) -> tuple[Numbers, Numbers, Numbers]:
-    """List what goes to each rank once."""
     there = np.repeat(np.arange(len(widths)), widths)[slots]
     goes = np.zeros((tokens, len(widths)), bool)
     goes[token, there] = True
@@ -116,19 +104,16 @@ def copies(slots: Numbers, token: Numbers, tokens: int, widths: Sequence[int]) -
 
 
 def message(parts: Sequence[Any], like: Any) -> Numbers:
-    """Join integers."""
     return np.concatenate([np.asarray(part, np.int64).reshape(-1) for part in parts])
 
 
 def split(numbers: Numbers, sizes: Sequence[int]) -> Sequence[Numbers]:
-    """Cut numbers into parts."""
     return np.split(numbers, np.cumsum(sizes)[:-1])
 
 
 def exchange_numbers(
     message: Numbers, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> Callable[[], tuple[list[int], list[int]]]:
-    """Exchange integers, at once."""
     numbers = message.tolist()
     arrived = numbers if group is None else _exchanged(message, sent, received, group).tolist()
     return lambda: (numbers, arrived)
@@ -142,19 +127,16 @@ def _exchanged(numbers: Numbers, sent: Sequence[int], received: Sequence[int], g
 
 
 def summed_numbers(numbers: Sequence[int], group: Any) -> list[int]:
-    """Add integers up over ranks."""
     total = Tensor(np.asarray(numbers, np.int64))
     get_platform().collectives.all_reduce(total, group=group)
     return total.asnumpy().tolist()
 
 
 def positions(blocks: Sequence[tuple[int, int]], like: Any) -> Numbers:
-    """List the numbers of blocks."""
     return np.concatenate([np.arange(first, first + rows) for first, rows in blocks])
 
 
 def seats(slots: Numbers, size: int, capacity: int) -> tuple[Numbers, Numbers, Numbers]:
-    """Give each number so many seats."""
     order, counts = np.argsort(slots, kind="stable"), np.bincount(slots, minlength=size)
     number, all_seats = slots[order], size * capacity
     place = np.arange(len(slots)) - (counts.cumsum() - counts)[number]
@@ -165,40 +147,33 @@ def seats(slots: Numbers, size: int, capacity: int) -> tuple[Numbers, Numbers, N
 
 
 def spoiled(values: Tensor, wrong: Numbers) -> Tensor:
-    """Return values as they are where ``wrong`` is 0."""
     return values * float("nan") if wrong else values
 
 
 def ordered_range(slots: Numbers, first: int, width: int, count: int) -> Numbers:
-    """List the places of numbers of a range, as they ascend."""
     own = np.where((slots < first) | (slots >= first + width), width, slots - first)
     return np.argsort(own, kind="stable")[:count]
 
 
 def counted(count: int, times: int, like: Any) -> Numbers:
-    """List the numbers below a count, each so many times."""
     return np.repeat(np.arange(count), times)
 
 
 def repeated_table(table: tuple[int, ...], sizes: Sequence[int], like: Any) -> Numbers:
-    """List the numbers of a table, each as often as its size says."""
     return np.repeat(np.asarray(table, np.int64), sizes)
 
 
 def repeated_numbers(counts: Any, like: Tensor) -> Tensor:
-    """List each place as often as its count says."""
     numbers = counts.asnumpy() if isinstance(counts, Tensor) else np.asarray(counts)
     return Tensor(np.repeat(np.arange(len(numbers)), numbers))
 
 
 # ---- rows ----
 def take(rows: Any, places: Numbers) -> Any:
-    """Return the rows at some places."""
     return rows[places] if isinstance(rows, np.ndarray) else taken(rows, places)
 
 
 def spread(rows: Tensor, order: Numbers, inverse: Numbers, times: int) -> Tensor:
-    """Repeat rows and put them in an order."""
     return Spread.apply(rows, order, inverse, times)
 
 
@@ -218,12 +193,10 @@ class _Transfer:
 
 
 def transfer(group: Any, sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]) -> _Transfer:
-    """Plan to exchange tensors."""
     return _Transfer(group, sent, received)
 
 
 def exchange(rows: Any, sent: Sequence[int], received: Sequence[int], group: Any) -> Any:
-    """Send rows to ranks and receive theirs."""
     if group is None:
         return rows
     if isinstance(rows, np.ndarray):
@@ -232,7 +205,6 @@ def exchange(rows: Any, sent: Sequence[int], received: Sequence[int], group: Any
 
 
 def padded(rows: Any, size: int) -> Any:
-    """Append rows of zeros."""
     shape = (size - rows.shape[0], *rows.shape[1:])
     if isinstance(rows, np.ndarray):
         return np.concatenate([rows, np.zeros(shape, rows.dtype)])
@@ -240,40 +212,33 @@ def padded(rows: Any, size: int) -> Any:
 
 
 def gathered(rows: Any, group: Any) -> Any:
-    """Return the rows of all ranks."""
     if isinstance(rows, np.ndarray):
         return Gathered.apply(Tensor(rows), group).asnumpy()
     return Gathered.apply(rows, group)
 
 
 def scattered(rows: Tensor, group: Any) -> Tensor:
-    """Sum rows over ranks and return this rank's part."""
     return Scattered.apply(rows, group)
 
 
 def combined(rows: Tensor, weights: Tensor, order: Numbers, inverse: Numbers) -> Tensor:
-    """Sum the rows of each token with weights."""
     return Combined.apply(rows, weights, order, inverse)
 
 
 def summed(rows: Tensor, places: Numbers, count: int) -> Tensor:
-    """Add rows at places."""
     return Summed.apply(rows, places, count)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return rows one part after the other."""
     return mint.cat(list(parts))
 
 
 def ones(rows: Tensor) -> Tensor:
-    """Return a weight of one for each row."""
     return mint.ones((rows.shape[0],), dtype=rows.dtype)
 
 
 # ---- experts ----
 def piece_sums() -> Any:
-    """Refuse deterministic sums."""
     raise NotImplementedError("ExpertParallel(deterministic=True) is not built for MindSpore; leave deterministic out")
 
 
@@ -287,12 +252,10 @@ def in_pieces(
     rows: Tensor,
     run: Callable[..., Tensor],
 ) -> Tensor:
-    """Refuse deterministic sums."""
     return piece_sums()
 
 
 def grouped(rows: Tensor, weight: Tensor, sizes: Sequence[int], transposed: bool, kernel: bool) -> Tensor:
-    """Multiply groups by matrices, one after the other."""
     return Grouped.apply(rows, weight, list(sizes), transposed)
 
 
@@ -302,7 +265,6 @@ def held(weight: Tensor) -> Tensor:
 
 
 def repeated(rows: Any, sizes: Sequence[int]) -> Any:
-    """Repeat each row so many times."""
     return np.repeat(rows, sizes, 0) if isinstance(rows, np.ndarray) else Repeated.apply(rows, list(sizes))
 
 
@@ -324,12 +286,10 @@ def swiglu(inner: Sequence[Tensor], weights: Tensor | None) -> Tensor:
 
 
 def cast(value: Tensor, like: Tensor) -> Tensor:
-    """Return a value in the dtype of another."""
     return value if value.dtype == like.dtype else value.astype(like.dtype)
 
 
 def varying(value: Any) -> Tensor:
-    """Return the local part of a replicated DTensor, whose gradient is a part of a sum."""
     assert isinstance(value, DTensor)
     if value.dtype in (mindspore.int32, mindspore.int64):
         return value.to_local()

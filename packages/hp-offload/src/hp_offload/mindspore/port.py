@@ -50,7 +50,6 @@ def checkpoint(
     group_swap: bool,
     early_stop: bool,
 ) -> Any:
-    """Call a function whose backward calls it again."""
     chosen = {} if context_fn is None else {"context_fn": context_fn}
     return mindspore.recompute(function, *args, use_reentrant=False, early_stop=early_stop, **chosen, **kwargs)
 
@@ -89,7 +88,6 @@ def swap(
     group: str,
     group_swap: bool,
 ) -> Any:
-    """Call a function whose saved tensors go to the host."""
     owner = getattr(function, "__self__", function)
     cell = owner if isinstance(owner, nn.Cell) else None
     run: list[GroupRun] = []
@@ -163,7 +161,6 @@ def apply(model: Any, plan: Any) -> None:
 
 
 def before_first_step(model: Any, action: Any) -> None:
-    """Refuse, as `trace`."""
     trace(model, (), {}, None)
 
 
@@ -183,7 +180,6 @@ def is_tensor(value: Any) -> bool:
 
 
 def wrap(module: nn.Cell, around: Function) -> nn.Cell:
-    """Make a cell's construct `around(construct, *args, **kwargs)`."""
     module.construct = functools.partial(around, module.construct)
     return module
 
@@ -209,12 +205,10 @@ def nbytes(storage: Tensor) -> int:
 
 
 def host(nbytes: int) -> np.ndarray:
-    """Allocate memory of the host."""
     return np.empty(nbytes, np.uint8)
 
 
 def copy_out(storages: list[Tensor], buffer: np.ndarray, stream: None, after: None) -> None:
-    """Copy tensors to a buffer, one after the other."""
     offset = 0
     for each in storages:
         values = np.ascontiguousarray(each.asnumpy()).reshape(-1).view(np.uint8)
@@ -223,7 +217,6 @@ def copy_out(storages: list[Tensor], buffer: np.ndarray, stream: None, after: No
 
 
 def copy_back(buffer: np.ndarray, nbytes: int, like: Any, stream: None) -> tuple[np.ndarray, None]:
-    """Copy a buffer's first bytes."""
     return buffer[:nbytes].copy(), None
 
 
@@ -240,7 +233,6 @@ def free(storage: Tensor) -> None:
 
 
 def fill(storage: Tensor, buffer: np.ndarray, nbytes: int, stream: None) -> None:
-    """Refuse, as `free`."""
     free(storage)
 
 

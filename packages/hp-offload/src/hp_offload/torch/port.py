@@ -80,7 +80,6 @@ def checkpoint(
     group_swap: bool,
     early_stop: bool,
 ) -> Any:
-    """Call a function whose backward calls it again."""
     if torch.compiler.is_compiling():  # the compiler knows torch's own, and cuts its graph by it
         if policy_fn is not None or context_fn is not None or swap_inputs:
             untraced: Any = torch.compiler.disable(_refuse)  # else Dynamo would run what raises once more, eagerly
@@ -138,7 +137,6 @@ def swap(
     group: str,
     group_swap: bool,
 ) -> Any:
-    """Call a function whose saved tensors go to the host."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
@@ -169,7 +167,6 @@ def saving(run: GroupRun, module: Any) -> AbstractContextManager[None]:
 
 
 def swap_tensor(tensor: T, group: str, group_swap: bool) -> T:
-    """Return the tensor, such that what backward saves of it goes to the host."""
     tag(tensor, SwapRun(group, group_swap))
     return tensor
 
@@ -198,7 +195,6 @@ def before_first_step(model: nn.Module, action: Callable[[tuple[Any, ...], dict[
 
 
 def share(codes: list[int]) -> list[int]:
-    """Return rank 0's codes on every rank."""
     platform = get_platform()
     if not platform.groups.is_initialized() or platform.groups.size() == 1:
         return codes
@@ -218,7 +214,6 @@ def is_tensor(value: Any) -> bool:
 
 
 def wrap(module: nn.Module, around: Function) -> nn.Module:
-    """Make a module's forward `around(forward, *args, **kwargs)`."""
     mark(module)  # while its forward is its own
     module.forward = functools.partial(around, module.forward)
     return module
@@ -238,7 +233,6 @@ def streams() -> tuple[Stream | None, Stream | None]:
 
 
 def storage(tensor: torch.Tensor | Storage) -> Storage:
-    """Get the memory that a tensor is a view of."""
     return tensor if isinstance(tensor, Storage) else tensor.untyped_storage()
 
 
@@ -253,13 +247,11 @@ def nbytes(storage: Storage) -> int:
 
 
 def host(nbytes: int) -> torch.Tensor:
-    """Allocate memory of the host."""
     with _disable_current_modes():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=get_platform().devices.capabilities.pinned_memory)
 
 
 def copy_out(storages: list[Storage], buffer: torch.Tensor, stream: Stream | None, after: Event) -> Event:
-    """Copy storages to a buffer on a stream that begins with what is computed up to here."""
     with _disable_current_modes(), torch.no_grad():
         if stream is None or storages[0].device.type == "cpu":
             _copy_out(storages, buffer)
@@ -285,24 +277,20 @@ def _copy_out(storages: list[Storage], buffer: torch.Tensor) -> None:
 
 
 def copy_back(buffer: torch.Tensor, nbytes: int, like: Storage, stream: Stream | None) -> tuple[Storage, Event]:
-    """Copy a buffer's first bytes to new memory on a device."""
     with torch.no_grad():
         new = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
     return new.untyped_storage(), _copy_back(new, buffer[:nbytes], stream)
 
 
 def empty_like(storage: Storage) -> Storage:
-    """Return a storage of no bytes on the same device."""
     return torch.UntypedStorage(0, device=storage.device)
 
 
 def free(storage: Storage) -> None:
-    """Give a storage's memory back."""
     storage.resize_(0)
 
 
 def fill(storage: Storage, buffer: torch.Tensor, nbytes: int, stream: Stream | None) -> Event:
-    """Give a storage its memory and its bytes back."""
     storage.resize_(nbytes)
     return _copy_back(_bytes(storage), buffer[:nbytes], stream)
 
@@ -320,7 +308,6 @@ def _copy_back(new: torch.Tensor, buffer: torch.Tensor, stream: Stream | None) -
 
 
 def wait(event: Event) -> None:
-    """Make the current stream wait for a copy."""
     if event is not None:
         event.wait()
 

@@ -25,22 +25,18 @@ def named_parameters(model: Any) -> list[tuple[str, Parameter]]:
 
 
 def trains(parameter: Parameter) -> bool:
-    """Tell whether a parameter gets gradients."""
     return parameter.requires_grad
 
 
 def make(kind: str, groups: list[State], options: Mapping[str, Any]) -> Any:
-    """Make an optimizer of groups whose params are pairs of a name and a parameter."""
     return {"adamw": AdamW, "muon": Muon}[kind](groups, **options)
 
 
 def groups(optimizer: Any) -> list[State]:
-    """List the groups, the optimizer's own dictionaries."""
     return optimizer.param_groups
 
 
 def get_lr(group: State) -> float:
-    """Return a group's learning rate."""
     return float(group["lr"].asnumpy()) if isinstance(group["lr"], Tensor) else float(group["lr"])
 
 
@@ -108,7 +104,6 @@ def states(optimizer: Any) -> list[State]:
 
 
 def load(optimizer: Any, states: Sequence[State], groups: Sequence[State]) -> None:
-    """Load the state of each parameter and the hyperparameters of each group."""
     slots = states_by_name(optimizer)
     for number, state in enumerate(states):
         for key, value in state.items():

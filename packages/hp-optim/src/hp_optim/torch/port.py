@@ -232,22 +232,18 @@ def named_parameters(model: nn.Module | Iterable[tuple[str, nn.Parameter]]) -> l
 
 
 def trains(parameter: nn.Parameter) -> bool:
-    """Tell whether a parameter gets gradients."""
     return parameter.requires_grad
 
 
 def make(kind: str, groups: list[State], options: Mapping[str, Any]) -> Optimizer:
-    """Make an optimizer of groups whose params are pairs of a name and a parameter."""
     return {"adamw": AdamW, "muon": Muon}[kind](groups, **options)
 
 
 def groups(optimizer: Optimizer) -> list[State]:
-    """List the groups, the optimizer's own dictionaries."""
     return optimizer.param_groups
 
 
 def get_lr(group: State) -> float:
-    """Return a group's learning rate."""
     return float(group["lr"])
 
 
@@ -270,22 +266,18 @@ def check_gradients(gradients: object) -> None:
 
 
 def step(optimizer: Optimizer, gradients: Sequence[Any] | None) -> None:
-    """Update the parameters with their gradients."""
     optimizer.step()
 
 
 def zero_grad(optimizer: Optimizer, set_to_none: bool) -> None:
-    """Drop the gradients."""
     optimizer.zero_grad(set_to_none=set_to_none)
 
 
 def states(optimizer: Optimizer) -> list[State]:
-    """List the state of each parameter, in the order of the groups."""
     return [optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def load(optimizer: Optimizer, states: Sequence[State], groups: Sequence[State]) -> None:
-    """Load the state of each parameter and the hyperparameters of each group."""
     packed = optimizer.state_dict()
     packed["state"] = {number: dict(state) for number, state in enumerate(states) if state}
     for group, values in zip(packed["param_groups"], groups, strict=True):

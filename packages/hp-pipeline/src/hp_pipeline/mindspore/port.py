@@ -106,12 +106,10 @@ def hooked(tree: Any, backward: Callable[[], None]) -> Any:
 
 
 def call_of(module: nn.Cell) -> Callable[..., Any]:
-    """Return a Cell's construct."""
     return module.construct
 
 
 def is_recording() -> bool:
-    """Tell whether gradients are recorded."""
     return bool(_pynative_executor.enable_grad())
 
 
@@ -126,19 +124,16 @@ def is_tensor(value: Any) -> bool:
 
 
 def refuse(tensor: Tensor, device: Any) -> str | None:
-    """Say why a tensor cannot be sent, or None."""
     if hasattr(tensor, "placements"):
         return f"a {type(tensor).__name__}; return its local part, to_local(), and wrap it in the next stage"
     return None
 
 
 def sends_distributed() -> bool:
-    """Refuse DTensors between stages."""
     return False
 
 
 def describe(tensor: Tensor) -> tuple[tuple[int, ...], Any]:
-    """Return shape and dtype."""
     return tuple(tensor.shape), tensor.dtype
 
 
@@ -148,7 +143,6 @@ def empty(description: tuple[tuple[int, ...], Any], device: Any) -> Tensor:
 
 
 def from_bytes(data: bytes, device: Any) -> Tensor:
-    """Return a tensor of bytes."""
     return Tensor(np.frombuffer(data, np.uint8))
 
 
@@ -158,7 +152,6 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def numbers(values: Sequence[int], device: Any) -> Tensor:
-    """Return a tensor of 64-bit integers."""
     return Tensor(np.array(values, np.int64))
 
 
@@ -168,7 +161,6 @@ def to_numbers(tensor: Tensor) -> list[int]:
 
 
 def sendable(tensor: Tensor) -> Tensor:
-    """Return the values, contiguous and without their graph."""
     return ops.stop_gradient(tensor).contiguous()
 
 
@@ -178,7 +170,6 @@ def version(tensor: Tensor) -> int:
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have the same values."""
     return bool((one.asnumpy() == other.asnumpy()).all())
 
 
@@ -219,7 +210,6 @@ class Arrival:
 
 
 def arrive(tensors: Sequence[Tensor], needed: Sequence[bool]) -> Arrival:
-    """Make received tensors the leaves of a graph."""
     return Arrival(tensors, needed)
 
 
@@ -233,7 +223,6 @@ def sharded_modules(module: nn.Cell) -> list[Any]:
 
 
 def outermost(modules: Sequence[Any]) -> list[Any]:
-    """Return the modules."""
     return list(modules)
 
 
@@ -304,7 +293,6 @@ def backward(
 
 
 def named_parameters(module: nn.Cell) -> dict[str, Any]:
-    """Return a Cell's parameters by their places."""
     return {
         f"{prefix}.{name}" if prefix else name: parameter
         for prefix, cell in module.cells_and_names()
@@ -314,7 +302,6 @@ def named_parameters(module: nn.Cell) -> dict[str, Any]:
 
 
 def describe_parameter(parameter: Any) -> str:
-    """Describe a parameter."""
     if hasattr(parameter, "placements"):
         raise NotImplementedError(
             f"a DTensor of placements {parameter.placements}: on MindSpore plain parameters are shared alone"
@@ -333,7 +320,6 @@ def device_of_tensor(tensor: Tensor) -> Any:
 
 
 def fill(parameter: Any, value: Tensor) -> None:
-    """Write values to a parameter."""
     parameter.set_data(value)
 
 
@@ -348,12 +334,10 @@ def set_gradient(parameter: Any, gradient: Tensor | None) -> None:
 
 
 def gradient_of(parameter: Any, value: Tensor) -> Tensor:
-    """Return the values."""
     return value
 
 
 def added(gradient: Tensor, other: Tensor) -> Tensor:
-    """Return the sum."""
     with _no_grad():
         return gradient + other
 
@@ -373,7 +357,6 @@ def take_gradient(parameter: Any) -> Tensor:
 
 
 def scaled(loss: Tensor, factor: float) -> Tensor:
-    """Return the gradient that a loss begins with."""
     return Tensor(factor, dtype=loss.dtype)
 
 
@@ -386,7 +369,6 @@ copied = detach
 
 
 def cut(tensor: Tensor, dim: int, parts: int) -> list[Tensor]:
-    """Cut into equal views."""
     rows = tensor.shape[dim] // parts
     return [mint.narrow(tensor, dim, part * rows, rows) for part in range(parts)]
 
@@ -416,7 +398,6 @@ class Structure(NamedTuple):
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure | None]:
-    """Return the leaves of a nest, and its structure."""
     kind = type(tree)
     if kind in (dict, OrderedDict):
         keys, children = tuple(tree), list(tree.values())

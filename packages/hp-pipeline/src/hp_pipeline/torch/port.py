@@ -82,22 +82,18 @@ def is_module(value: Any) -> bool:
 
 
 def refuse_stage(module: Any) -> str | None:
-    """Say why something cannot be a stage, or None."""
     return None if callable(module) else f"must be callable, got {type(module).__name__}"
 
 
 def call_of(module: Any) -> Callable[..., Any]:
-    """Return a module's forward, or the function."""
     return module.forward if isinstance(module, nn.Module) else module
 
 
 def is_recording() -> bool:
-    """Tell whether gradients are enabled."""
     return torch.is_grad_enabled()
 
 
 def device_of(module: Any) -> Any:
-    """Return the device of a module's first parameter, or the current one."""
     if isinstance(module, nn.Module):
         for tensor in (*module.parameters(), *module.buffers()):
             return tensor.device
@@ -110,7 +106,6 @@ def is_tensor(value: Any) -> bool:
 
 
 def refuse(tensor: T, device: Any) -> str | None:
-    """Say why a tensor cannot be sent, or None."""
     if type(tensor) is not T and is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}; return the plain tensors in it, and wrap them in the next stage"
     if tensor.layout is not torch.strided:
@@ -123,12 +118,10 @@ def refuse(tensor: T, device: Any) -> str | None:
 
 
 def sends_distributed() -> bool:
-    """Let DTensors go from stage to stage."""
     return True
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a nest, and its structure."""
     if type(tree) is T:  # what most stages pass on; pytree takes 3 us to see that it is no nest
         return [tree], _LEAF
     return pytree.tree_flatten(tree)
@@ -142,7 +135,6 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
 
 
 def describe(tensor: T) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and dtype."""
     return tuple(tensor.shape), tensor.dtype
 
 
@@ -152,7 +144,6 @@ def empty(description: tuple[tuple[int, ...], torch.dtype], device: Any) -> T:
 
 
 def from_bytes(data: bytes, device: Any) -> T:
-    """Return a tensor of bytes."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
@@ -162,7 +153,6 @@ def to_bytes(tensor: T) -> bytes:
 
 
 def numbers(values: Sequence[int], device: Any) -> T:
-    """Return a tensor of 64-bit integers."""
     return torch.tensor(list(values), dtype=torch.int64, device=device)
 
 
@@ -172,12 +162,10 @@ def to_numbers(tensor: T) -> list[int]:
 
 
 def sendable(tensor: T) -> T:
-    """Return the values, contiguous and without their graph."""
     return tensor.detach().contiguous()
 
 
 def version(tensor: T) -> int:
-    """Return a number that changes where somebody writes to the tensor."""
     try:
         return tensor._version
     except RuntimeError:  # made in inference mode
@@ -185,7 +173,6 @@ def version(tensor: T) -> int:
 
 
 def equal(one: T, other: T) -> bool:
-    """Tell whether two tensors have the same values."""
     return torch.equal(one, other)
 
 
@@ -246,17 +233,14 @@ class Arrival:
 
 
 def arrive(tensors: Sequence[T], needed: Sequence[bool]) -> Arrival:
-    """Put received tensors at the root of a graph."""
     return Arrival(tensors, needed)
 
 
 def prepare_split(module: nn.Module) -> None:
-    """Let a module's heavy operations ask for their frame."""
     mark(module)
 
 
 def deferring(module: nn.Module) -> tuple[DeferredGradients, AbstractContextManager[Any]]:
-    """Return a queue of weights' gradients and the frame that fills it."""
     deferred = DeferredGradients()
     return deferred, frame(weights=deferred)
 
@@ -265,14 +249,12 @@ _SHARDED = ("unshard", "reshard", "set_requires_gradient_sync", "set_is_last_bac
 
 
 def sharded_modules(module: Any) -> list[Any]:
-    """List the modules that have the methods of `ShardedModule`."""
     if not isinstance(module, nn.Module):
         return []
     return [each for each in module.modules() if all(callable(getattr(each, name, None)) for name in _SHARDED)]
 
 
 def outermost(modules: Sequence[Any]) -> list[Any]:
-    """Leave the modules that are inside no other."""
     inside = {id(child) for module in modules for child in module.modules() if child is not module}
     return [module for module in modules if id(module) not in inside]
 
@@ -295,12 +277,10 @@ def reduce_gradients(module: Any, fill: bool) -> None:
 
 
 def without_gradients() -> AbstractContextManager[Any]:
-    """Record no graph."""
     return torch.no_grad()
 
 
 def recording() -> AbstractContextManager[Any]:
-    """Record a graph."""
     return torch.enable_grad()
 
 
@@ -320,12 +300,10 @@ def backward(
 
 
 def named_parameters(module: Any) -> dict[str, T]:
-    """Return a module's parameters by all their names."""
     return dict(module.named_parameters(remove_duplicate=False)) if isinstance(module, nn.Module) else {}
 
 
 def describe_parameter(parameter: T) -> str:
-    """Describe a parameter, and this rank's part of it."""
     text = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
     if parameter.is_meta:
         raise NotImplementedError("a parameter on the meta device: initialise it before the first run")
@@ -340,7 +318,6 @@ def describe_parameter(parameter: T) -> str:
 
 @torch.no_grad()
 def local(tensor: T) -> T:
-    """Return this rank's part of a DTensor."""
     return tensor.to_local() if hasattr(tensor, "placements") else tensor.detach()  # type: ignore[attr-defined]
 
 
@@ -351,12 +328,10 @@ def device_of_tensor(tensor: T) -> torch.device:
 
 @torch.no_grad()
 def fill(parameter: T, value: T) -> None:
-    """Write values to this rank's part of a parameter."""
     local(parameter).copy_(value)
 
 
 def gradient(parameter: T) -> T | None:
-    """Return a parameter's ``grad``."""
     return parameter.grad
 
 
@@ -367,7 +342,6 @@ def set_gradient(parameter: T, gradient: T | None) -> None:
 
 @torch.no_grad()
 def gradient_of(parameter: T, value: T) -> T:
-    """Return values as a gradient of a parameter's layout."""
     if not hasattr(parameter, "placements"):
         return value
     result = torch.zeros_like(parameter, requires_grad=False)
@@ -377,24 +351,20 @@ def gradient_of(parameter: T, value: T) -> T:
 
 @torch.no_grad()
 def added(gradient: T, other: T) -> T:
-    """Add to a gradient."""
     local(gradient).add_(local(other))
     return gradient
 
 
 def take_gradient(parameter: T) -> T | None:
-    """Return a parameter's ``grad``, and set it to None."""
     gradient, parameter.grad = parameter.grad, None
     return gradient
 
 
 def scaled(loss: T, factor: float) -> T:
-    """Return the gradient that a loss begins with."""
     return torch.full_like(loss, factor)
 
 
 def copied(tensor: T) -> T:
-    """Return the values in memory of their own, without their graph."""
     return tensor.detach().clone()
 
 
@@ -404,7 +374,6 @@ def detach(tensor: T) -> T:
 
 
 def cut(tensor: T, dim: int, parts: int) -> list[T]:
-    """Cut into equal views."""
     return list(tensor.chunk(parts, dim))
 
 
