@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.mindspore.dtensor import local_view
@@ -250,6 +250,17 @@ def test_what_is_refused():
     get_hyper_optimizer(net, list(SHAPES), ["bias"]).step(dict(zip(names, net.trainable_params())))
     with pytest.raises(ValueError, match=r"'upp' are gradients of no parameter of its optimizers"):
         get_hyper_optimizer(net, list(SHAPES), ["bias"]).step({"upp": net.up})
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_a_group_that_comes_late_is_refused_and_all_can_be_given_at_once(kind: Any):
+    net = Net(np.float32)
+    with pytest.raises(NotImplementedError, match=rf"another of all groups, {kind.__name__}\(\[{{'params': "):
+        kind([net.up]).add_param_group({"params": [net.down]})
+    optimizer = kind([{"params": [net.up]}, {"params": [net.down]}])
+    before = net.down.asnumpy().copy()
+    optimizer([ops.ones_like(net.up), ops.ones_like(net.down)])
+    assert not np.array_equal(net.down.asnumpy(), before)
 
 
 @on_ranks(2)

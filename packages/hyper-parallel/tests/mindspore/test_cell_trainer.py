@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import mindspore
 import numpy as np
 import pytest
 from mindspore import mint, nn, ops
+from typer.testing import CliRunner
 
 from hp_plan import ParallelPlan, PlanError
 from hp_plan.extend import data_parallel_rows
 from hp_platform import manual_seed
 from hp_testing import on_ranks, run_ranks
 from hp_testing.leftovers import leftovers
+from hyper_parallel.commands import checkpoints
 from hyper_parallel.data import Rows
 from hyper_parallel.mindspore.trainer import Trainer
 
@@ -170,3 +174,11 @@ def test_a_step_leaves_nothing_to_the_collector(axis):
     plan = ParallelPlan.from_dict(tables)
     trainer, own = Trainer(plan), tokens[data_parallel_rows(plan)]
     assert leftovers(lambda: take_step(trainer, own)) == []
+
+
+def test_an_adapter_is_merged_where_pytorch_is(tmp_path):
+    for folder, name in (("base", "config.json"), ("step", "adapter_config.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
+    done = CliRunner().invoke(checkpoints.app, ["merge", str(tmp_path / "step"), str(tmp_path / "whole")])
+    assert done.exit_code == 1 and "merging an adapter needs PyTorch with peft" in " ".join(done.output.split())

@@ -25,7 +25,15 @@ from hp_dtensor import SkipDTensorDispatch
 from hp_dtensor.mindspore.extend import DTensor, local_mode, local_view, set_local
 from hp_optim.muon.ownership import OwnerPlan, Placed, gathers_of, owner_plan, placed_as, world_of
 from hp_optim.muon.rules import MatrixRule, Orthogonalization, all_rules, rule_of, split
-from hp_optim.options import agree_on, broken_gradient, check_gradients, check_group, check_options, muon_defaults
+from hp_optim.options import (
+    agree_on,
+    broken_gradient,
+    check_gradients,
+    check_group,
+    check_options,
+    muon_defaults,
+    refuse_late_group,
+)
 from hp_platform import collectives, get_platform
 from hp_platform.extend import own_rank
 
@@ -270,6 +278,13 @@ class Muon(Optimizer):
             for each in self.parameters
         )
         self._exchangers: list[tuple[list[int], Exchanger]] | None = None
+        self._complete = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is made; see `refuse_late_group`."""
+        if getattr(self, "_complete", False):
+            refuse_late_group("Muon")
+        super().add_param_group(param_group)
 
     def construct(self, gradients: Sequence[Tensor]) -> bool:
         """Update the parameters; all ranks of their meshes call it.

@@ -12,6 +12,7 @@ import typer
 
 from hp_checkpoint import InvalidCheckpointError, Keep
 from hp_checkpoint.extend import diff, faults, metrics_in, prune, steps_in, summary, to_dcp, to_hugging_face
+from hp_platform.extend import platform_name
 from hyper_parallel.port import merging
 from hyper_parallel.reports.output import CHECKPOINTS, newest_checkpoint
 
@@ -132,6 +133,11 @@ def merge(
         if not (place / "config.json").is_file():
             raise FileNotFoundError(
                 f"{place}, the folder of the adapter's model, has no config.json; name it by --base"
+            )
+        if platform_name() != "torch":
+            raise ValueError(
+                "merging an adapter needs PyTorch with peft and transformers: merge where these are installed, with"
+                " copies of both folders"
             )
         merging().merge(folder, target, base=place, dtype=dtype)
     typer.echo(f"{target}: {place} with the adapter of {folder} in its weights")
