@@ -21,8 +21,14 @@ from hyper_parallel.data import DataError
 from hyper_parallel.data.examples import Examples
 from hyper_parallel.data.tokenization.tokens import read_tokenizer
 from hyper_parallel.reports.output import OutputError
-from hyper_parallel.training.evaluating import check_checkpoint, check_parts, evaluate
-from hyper_parallel.training.prompts import check_prompts, first_prompt, prompt_tokens
+from hyper_parallel.training.evaluating import (
+    check_checkpoint,
+    check_parts,
+    check_prompts,
+    evaluate,
+    first_prompt,
+    prompt_tokens,
+)
 from hyper_parallel.worker import train
 
 pytestmark = pytest.mark.framework("torch")

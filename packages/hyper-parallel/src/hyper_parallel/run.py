@@ -47,8 +47,7 @@ from hyper_parallel.supervision.run_end import (
     report_shortage,
     write_shortage,
 )
-from hyper_parallel.training.evaluating import Validation
-from hyper_parallel.training.prompts import Prompts
+from hyper_parallel.training.evaluating import Prompts, Validation
 from hyper_parallel.training.resuming import changes, hyperparameters, next_sample, order
 
 PROFILE = "profile"

@@ -33,8 +33,7 @@ from hyper_parallel.reports.sinks import JsonLines, Sink, open_sinks
 from hyper_parallel.run import Run, keep_lines
 from hyper_parallel.supervision.debugging import debugged
 from hyper_parallel.supervision.run_end import Stop, keeping_warnings, leave_together, note, tell_end
-from hyper_parallel.training.evaluating import Evaluation, evaluate
-from hyper_parallel.training.prompts import write_texts
+from hyper_parallel.training.evaluating import Evaluation, evaluate, write_texts
 
 _PATIENCE = 20.0
 _FOR_A_PERSON = timedelta(days=30)

@@ -35,7 +35,7 @@ from hp_platform import get_platform
 from hyper_parallel.data import IGNORED, Rows
 from hyper_parallel.data.tokenization.tokenized import tokenizer_of
 from hyper_parallel.data.tokenization.tokens import Bytes
-from hyper_parallel.training.prompts import first_prompt, most_tokens
+from hyper_parallel.training.evaluating import first_prompt, most_tokens
 
 
 class Trainer:

@@ -15,7 +15,7 @@ from hyper_parallel.data.tokenization.tokenized import check_text_of, tokenizer_
 from hyper_parallel.launching.launch import Job
 from hyper_parallel.port import launcher
 from hyper_parallel.reports.sinks import missing
-from hyper_parallel.training.prompts import check_prompts
+from hyper_parallel.training.evaluating import check_prompts
 
 _LONGEST = 512  # tokens of the sequence that the model is called with to look for what it makes of a part
 UNCALLED = "the model was not called on parts of a sequence, which its first step does and may refuse: {0}"
