@@ -176,7 +176,7 @@ def test_a_mesh_makes_the_default_group_and_chooses_the_device(monkeypatch) -> N
     class Platform:
         groups, devices = Groups, Devices
 
-    for module in ("device_mesh", "groups", "meshes"):
+    for module in ("device_mesh", "axes", "meshes"):
         monkeypatch.setattr(f"hp_dtensor.mesh.{module}.get_platform", lambda: Platform)
     monkeypatch.setattr("hp_dtensor.mesh.device_mesh.own_rank", lambda: 1 if "init" in calls else 0)
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):

@@ -859,15 +859,15 @@ MAKERS = ("Diagnostic", "matches_nothing", "never_called", "_refused", "_refusal
 # Findings that need more than a plan, or MindSpore, and the test that does what they say.
 ELSEWHERE = {
     "mindspore/test_build_cells.py::test_what_a_finding_says_helps": (
-        *("activations:check_saving", "adapters:check_adapter", "checks:_check_device", "checks:check_mesh"),
-        *("compiling:check_compile", "memory:check_memory", "memory:check_states", "objectives:check_objective"),
-        *("build:_check_statistics", "build:check_model_section", "watching:check_profile"),
+        *("blocks:check_saving", "adapters:check_adapter", "checks:_check_device", "checks:check_mesh"),
+        *("blocks:check_compile", "memory:check_memory", "memory:check_states", "loss:check_objective"),
+        *("build:_check_statistics", "build:check_model_section", "unused_keys:check_profile"),
     ),
     "test_weights.py::test_a_plan_for_another_framework": ("checks:check_platform",),
     "test_weights.py::test_weights_of_another_model": (
         *("model_source:_weights_diagnostic", "model_source:load_weights"),
     ),
-    "test_weights.py::test_a_tensor_that_one_rank_has_not_set_is_named_on_all": ("materialize:_drawn",),
+    "test_weights.py::test_a_tensor_that_one_rank_has_not_set_is_named_on_all": ("build:_drawn",),
     "test_expert_plans.py::test_a_load_balancing_loss_that_is_not_known_is_refused_where_ranks_have_other_tokens": (
         "experts:check_auxiliary_loss",
     ),
@@ -885,9 +885,7 @@ ELSEWHERE = {
         *("folders:_config_of", "folders:_difference", "folders:_differences"),
         *("folders:check_fit", "folders:check_folder"),
     ),
-    "test_model_folders.py::test_buffers_of_a_constructor_alone_need_the_configuration": (
-        "materialize:_compute_buffers",
-    ),
+    "test_model_folders.py::test_buffers_of_a_constructor_alone_need_the_configuration": ("build:_compute_buffers",),
 }
 
 

@@ -18,7 +18,8 @@ from hyper_parallel.training.evaluating import Validation
 
 def problems(tables, config=None):
     plan, diagnostics = read_plan(tables)
-    return [(each.key, f"{each.message}; {each.fix}") for each in [*diagnostics, *check_run(plan, config)]]
+    report = SimpleNamespace(config=config, model=None)
+    return [(each.key, f"{each.message}; {each.fix}") for each in [*diagnostics, *check_run(plan, report)]]
 
 
 @pytest.mark.parametrize(
