@@ -16,15 +16,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hp_pipeline.orders.pipeline import Costs
 from hp_pipeline.stages.stage import PipelineStage, SharedParameterInfo
 from hp_platform import get_platform
 from hp_platform.extend import load_port
+
+if TYPE_CHECKING:  # the package imports without NumPy
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -420,5 +421,5 @@ class Operations:
         forward = self.matrices * positions.size
         for window, each in self.attention.items():
             seen = positions + 0.5
-            forward += each * float((seen if window is None else np.minimum(seen, window)).sum())
+            forward += each * float((seen if window is None else seen.clip(max=window)).sum())
         return 3 * forward
