@@ -79,8 +79,8 @@ def _check_data(
         return [Diagnostic(key if error.key == "paths" else f"data.{error.key}", error.message, error.fix)]
     known, data = vocabulary(plan.model), "text as bytes" if needed == VOCABULARY else "the tokenizer of the data"
     if known is None and report is not None and report.model is not None and plan.model.function is not None:
-        tables = [each for each in report.model.modules.values() if each.kind == "embedding"]
-        rows = max((each.shapes["weight"][0] for each in tables), default=needed)
+        tables = [each.shapes.values() for each in report.model.modules.values() if each.kind == "embedding"]
+        rows = max((shape[0] for shapes in tables for shape in shapes), default=needed)
         if rows < needed:
             message = f"its largest embedding has {rows} rows, but {data} has {needed} tokens"
             diagnostics.append(Diagnostic("model.function", message, f"make it {needed} rows or more"))
