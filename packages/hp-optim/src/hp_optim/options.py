@@ -262,15 +262,3 @@ def agree_on(caller: str, describe: Callable[[], list[str]], world: Sequence[int
     mine = padded[list(world).index(own_rank())][first]
     others = {rank: lines[first] for rank, lines in zip(world, padded) if lines[first] != mine}
     raise different_parameters(caller, mine, others)
-
-
-def refuse_late_group(caller: str) -> None:
-    """Refuse a group for an optimizer of MindSpore's that has been made, with a state for each parameter it had.
-
-    Raises:
-        NotImplementedError: always.
-    """
-    raise NotImplementedError(
-        f"{caller}: a group can't be added to an optimizer of MindSpore's, whose states are made with it. Make another"
-        f" of all groups, {caller}([{{'params': ...}}, {{'params': ...}}])"
-    )

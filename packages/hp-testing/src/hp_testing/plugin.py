@@ -157,9 +157,9 @@ def _smoke(items: list[pytest.Item]) -> set[pytest.Item]:
     chosen: dict[tuple[Path, object], pytest.Item] = {}
     for item in items:
         if item.get_closest_marker("smoke"):
-            first = chosen.setdefault((item.path, getattr(item, "originalname", item.name)), item)
-            if _world_size(first) != 2 == _world_size(item):
-                chosen[item.path, getattr(item, "originalname", item.name)] = item
+            test = item.path, getattr(item, "originalname", item.name)
+            if test not in chosen or _world_size(chosen[test]) != 2 == _world_size(item):
+                chosen[test] = item
     return set(chosen.values())
 
 

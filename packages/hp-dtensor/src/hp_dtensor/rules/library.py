@@ -414,9 +414,8 @@ RULES: dict[str, Rule] = {
     # ---- along a dim ----
     "replicated_dim": rule("* -> *", need_replication="dim"),  # softmax, topk, sort; ``dim`` may change its size
     "linear_whole_dims": rule("* -> *", need_replication="dim", linear="0"),  # cumsum, tril
-    "moved_replicated_dim": rule(
-        "* -> *", need_replication="dim", linear="0", passes="any"
-    ),  # flip, roll, narrow, split
+    # flip, roll, narrow, split
+    "moved_replicated_dim": rule("* -> *", need_replication="dim", linear="0", passes="any"),
     "unbind": rule("* -> * - dim", dim=0, need_replication="dim", linear="0", passes="any"),
     "pad": pad,
     # ---- moves ----

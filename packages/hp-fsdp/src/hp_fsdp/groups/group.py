@@ -117,7 +117,7 @@ class Steps(Protocol):
     @property
     def trace(self) -> list[Any]: ...
     @property
-    def agreed(self) -> dict[int, int]: ...
+    def agreed(self) -> dict[DeviceMesh, int]: ...
 
 
 C = TypeVar("C", bound=Steps)
@@ -351,8 +351,8 @@ class Group(Generic[C]):
         It waits for all ranks of the group's mesh. So of the groups on a mesh, the first one of a backward pass
         compares, and one whose number is another.
         """
-        agreed = {} if self.context is None else self.context.agreed
-        mesh = id(self.axes.mesh)
+        assert self.context is not None
+        agreed, mesh = self.context.agreed, self.axes.mesh
         if count != agreed.get(mesh):
             attribute_to(self.modules, check_counts, self.axes, count)
             agreed[mesh] = count

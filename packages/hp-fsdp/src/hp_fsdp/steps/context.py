@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Any, Generic, Self, TypeVar
 
+from hp_dtensor import DeviceMesh
 from hp_fsdp.groups.group import Group, check_alike
 from hp_fsdp.groups.managed_params import Roster, check_inside, groups_in, inner_mesh, several_outermost
 from hp_fsdp.steps.order import ExecutionOrder, check_modes
@@ -30,7 +31,7 @@ class Context(Generic[G]):
         finished: the groups in the order in which their forward ended.
         outermost: the group whose forward is under way, inside no other group's.
         backward: a backward pass is under way.
-        agreed: by the id of a mesh, how many micro-batches its ranks ran, as compared since the backward pass began.
+        agreed: by mesh, how many micro-batches its ranks ran, as compared since the backward pass began.
         ahead: groups gathered ahead of time that have not computed yet.
         trace: events of the pass under way, see `hp_fsdp.explanation.timeline`: kind, group, nanoseconds of a clock.
         last_trace: the same of the last forward and backward that came to their end.
@@ -47,7 +48,7 @@ class Context(Generic[G]):
         self.finished: list[G] = []
         self.outermost: G | None = None
         self.backward = False
-        self.agreed: dict[int, int] = {}
+        self.agreed: dict[DeviceMesh, int] = {}
         self.ahead: list[G] = []
         self.trace: list[tuple[str, G | None, int]] = []
         self.last_trace: list[tuple[str, G | None, int]] = []

@@ -10,11 +10,11 @@ from mindspore.experimental import optim
 
 from hp_dtensor import SkipDTensorDispatch
 from hp_dtensor.mindspore.extend import local_view
-from hp_optim.mindspore.muon import unnamed
-from hp_optim.options import check_gradients, check_group, refuse_late_group
+from hp_optim.mindspore.muon import AllGroupsAtOnce, unnamed
+from hp_optim.options import check_gradients, check_group
 
 
-class AdamW(optim.AdamW):
+class AdamW(AllGroupsAtOnce, optim.AdamW):
     """``mindspore.experimental.optim.AdamW`` for plain Parameters and DTensors of any layout.
 
     Call it with the gradients of ``parameters``, in their order: ``optimizer(gradients)``. States are sharded as the
@@ -50,12 +50,6 @@ class AdamW(optim.AdamW):
         with SkipDTensorDispatch():
             super().__init__(listed, float(lr), betas, eps, float(weight_decay), amsgrad=amsgrad, maximize=maximize)
         self._complete = True
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is made; see `refuse_late_group`."""
-        if getattr(self, "_complete", False):
-            refuse_late_group("AdamW")
-        super().add_param_group(param_group)
 
     def construct(self, gradients: Sequence[Tensor]) -> Any:
         """Update the parameters.

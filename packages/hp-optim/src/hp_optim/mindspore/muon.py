@@ -32,7 +32,6 @@ from hp_optim.options import (
     check_group,
     check_options,
     muon_defaults,
-    refuse_late_group,
 )
 from hp_platform import collectives, get_platform
 from hp_platform.extend import own_rank
@@ -222,7 +221,27 @@ def _joined(tensors: Sequence[Tensor], dtype: Any) -> Tensor:
     return ops.cat(filled) if filled else ops.zeros((0,), dtype=dtype)
 
 
-class Muon(Optimizer):
+class AllGroupsAtOnce(Optimizer):
+    """An optimizer that makes its states with itself, and so takes no group later."""
+
+    _complete = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is made.
+
+        Raises:
+            NotImplementedError: it has been made.
+        """
+        name = type(self).__name__
+        if self._complete:
+            raise NotImplementedError(
+                f"{name}: a group can't be added to an optimizer of MindSpore's, whose states are made with it. Make"
+                f" another of all groups, {name}([{{'params': ...}}, {{'params': ...}}])"
+            )
+        super().add_param_group(param_group)
+
+
+class Muon(AllGroupsAtOnce):
     """See `hp_optim.Muon` on PyTorch, whose arguments these are; names are those of the Parameters.
 
     Call it with the gradients of ``parameters``, in their order: ``optimizer(gradients)``.
@@ -279,12 +298,6 @@ class Muon(Optimizer):
         )
         self._exchangers: list[tuple[list[int], Exchanger]] | None = None
         self._complete = True
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is made; see `refuse_late_group`."""
-        if getattr(self, "_complete", False):
-            refuse_late_group("Muon")
-        super().add_param_group(param_group)
 
     def construct(self, gradients: Sequence[Tensor]) -> bool:
         """Update the parameters; all ranks of their meshes call it.

@@ -17,7 +17,7 @@ from hp_plan import DataSection, ParallelPlan
 from hyper_parallel.data.documents import VOCABULARY, DataError, check_text, read_text
 from hyper_parallel.data.packing import Cut, Joined, Packed, Padded
 from hyper_parallel.data.samples import Mixture, Rows, Samples, Windows
-from hyper_parallel.data.tokenization.tokens import TokenFile, beyond
+from hyper_parallel.data.tokenization.tokens import Bytes, TokenFile, beyond
 
 _SUFFIXES = (".bin", ".idx")
 
@@ -178,7 +178,7 @@ def has_tokens(section: DataSection) -> bool:
 
 def are_bytes(section: DataSection) -> bool:
     """Return whether the token files of a section say that their tokens are bytes."""
-    return all(_described(path).get("tokenizer") == "bytes" for path in section.paths)
+    return all(_described(path).get("tokenizer") == Bytes.digest for path in section.paths)
 
 
 def _vocabulary(path: str) -> int:

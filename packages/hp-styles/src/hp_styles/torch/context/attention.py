@@ -189,7 +189,7 @@ def _cast(*tensors: T) -> tuple[T, ...]:
 
 def attend(
     group: ContextGroup,
-    settling: AttentionAgreement,
+    agreement: AttentionAgreement,
     arriving: Mapping[str, Transfer],
     query: T,
     key: T,
@@ -205,7 +205,7 @@ def attend(
 
     Args:
         group: the ranks.
-        settling: the comparison that comes first.
+        agreement: the comparison that comes first.
         arriving: of q, k and v those on their way to a part of the heads.
         query: this and what follows as `torch.nn.functional.scaled_dot_product_attention` takes it.
         key: keys.
@@ -224,41 +224,41 @@ def attend(
         if attn_mask is not None:
             refuse_mask(attn_mask)
         parts = group.locals(*tensors, _HEADS, _SEQUENCE)  # type: ignore[call-arg]
-        settling.call.refuse_other_keys(parts[0].shape[_SEQUENCE], parts[1].shape[_SEQUENCE])
+        agreement.call.refuse_other_keys(parts[0].shape[_SEQUENCE], parts[1].shape[_SEQUENCE])
         group.copies(parts[0].shape[_HEADS], parts[1].shape[_HEADS])
         return parts
 
-    parts, seen = settling.of(checked, tensors, is_causal)
+    parts, seen = agreement.of(checked, tensors, is_causal)
     with torch._C.DisableTorchFunction(), no_autocast(query.device.type):
         q, k, v = group.to_heads(parts, arriving, _HEADS, _SEQUENCE)
         out = group.to_sequence(group.over_ring(q, k, v, seen, scale, cap), _HEADS, _SEQUENCE)
-    return like(out, query) if settling.round.late is None else zeros_like_queries(query, value)
+    return like(out, query) if agreement.round.late is None else zeros_like_queries(query, value)
 
 
 def attend_inside(
-    group: ContextGroup, settling: AttentionAgreement, query: T, key: T, value: T, *args: Any, **options: Any
+    group: ContextGroup, agreement: AttentionAgreement, query: T, key: T, value: T, *args: Any, **options: Any
 ) -> T:
     """Attention over the ring alone, of q, k and v that have been exchanged for a part of the heads already.
 
     Args:
         group: the ranks.
-        settling: the comparison.
+        agreement: the comparison.
         query: this and what follows as `attend` takes it.
         key: keys.
         value: values.
         args: the rest by position.
         options: the rest by name.
     """
-    bound = inspect.signature(attend).bind(group, settling, {}, query, key, value, *args, **options)
+    bound = inspect.signature(attend).bind(group, agreement, {}, query, key, value, *args, **options)
     bound.apply_defaults()
     arguments = bound.arguments
-    settling.round.followed.setdefault(group.mesh, (group, query.device))
+    agreement.round.followed.setdefault(group.mesh, (group, query.device))
     try:
         refuse(query, key, value, arguments["dropout_p"], arguments["is_causal"], arguments["enable_gqa"])
         if arguments["attn_mask"] is not None:
             refuse_mask(arguments["attn_mask"])
     except NotImplementedError as error:  # of one rank, perhaps
-        settling.keep(error, query.device)
+        agreement.keep(error, query.device)
     q, k, v = _cast(query, key, value)
     q, k, v = group.locals(q, k, v, _HEADS, _SEQUENCE)
     with torch._C.DisableTorchFunction(), no_autocast(query.device.type):
@@ -303,8 +303,8 @@ class _Ring(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             rounds = self.group.rounds
             call = Call("context_parallel", lengths=self.lengths)
-            settling = AttentionAgreement(self.group, 0, rounds, self.group.compared_degrees, call, rounds.current)
-            return attend(self.group, settling, {}, *args, **(kwargs or {}))
+            agreement = AttentionAgreement(self.group, 0, rounds, self.group.compared_degrees, call, rounds.current)
+            return attend(self.group, agreement, {}, *args, **(kwargs or {}))
         if func in (torch.Tensor.backward, torch.autograd.backward):  # layers that are recomputed need the mode as well
             end_round(self.group.rounds.current, self.group.rounds)
             with self:

@@ -45,11 +45,11 @@ class _Frame:
         sources: the projections' outputs with their versions, which show writes.
         query: its input that is the queries, where they are an input.
         inside: heads and length of the sequence inside, where they are an input.
-        settling: the comparison of its attention over the ranks.
+        agreement: the comparison of its attention over the ranks.
     """
 
     module: nn.Module
-    settling: AttentionAgreement
+    agreement: AttentionAgreement
     mode: _Attention | None = None
     early: tuple[str, ...] = ()
     arriving: dict[str, Transfer] = field(default_factory=dict)
@@ -100,14 +100,14 @@ class _Attention(TorchFunctionMode):
             if self.group.size == 1 and not any(isinstance(x, DTensor) for x in (*args, *options.values())):
                 return func(*args, **options)
             if self.frame.query is not None:
-                return attend_inside(self.group, self.frame.settling, *args, **options)
-            if self.frame.early and self.frame.settling.round.late is None:
+                return attend_inside(self.group, self.frame.agreement, *args, **options)
+            if self.frame.early and self.frame.agreement.round.late is None:
                 _check_sources(self.frame, self.calls, *args, **options)
-            return attend(self.group, self.frame.settling, self.frame.arriving, *args, **options)
+            return attend(self.group, self.frame.agreement, self.frame.arriving, *args, **options)
         if func is capped_attention:
             self.calls += 1
             return attend(
-                self.group, self.frame.settling, self.frame.arriving, *args, enable_gqa=True, **(kwargs or {})
+                self.group, self.frame.agreement, self.frame.arriving, *args, enable_gqa=True, **(kwargs or {})
             )
         if func is F.multi_head_attention_forward:
             raise NotImplementedError(
@@ -196,7 +196,7 @@ def _cut_otherwise(mesh: DeviceMesh, load_balance: bool, args: Any, kwargs: dict
     return None
 
 
-def _settling(
+def _agreement_of(
     module: nn.Module, group: ContextGroup, call: Call, args: Any, kwargs: Any, early: bool
 ) -> AttentionAgreement:
     backward = torch._C._current_graph_task_id() != -1
@@ -215,7 +215,7 @@ def _enter(group: ContextGroup, settings: Settings) -> Any:
         call, positional, named = Call(type(module).__name__), args, kwargs
         if group.size > 1:
             call, positional, named = call_of(module, args, kwargs)
-        _open(_Frame(module, _settling(module, group, call, args, kwargs, bool(early)), early=early), group)
+        _open(_Frame(module, _agreement_of(module, group, call, args, kwargs, bool(early)), early=early), group)
         return positional, named
 
     return enter
@@ -239,8 +239,8 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 def _end_alone(module: nn.Module, args: Any, output: Any) -> None:
     """End the round of a module that nothing encloses."""
     frame = _frames.of(module)
-    if frame is not None and not frame.settling.rounds.open and torch._C._current_graph_task_id() == -1:
-        end_round(frame.settling.round, frame.settling.rounds)
+    if frame is not None and not frame.agreement.rounds.open and torch._C._current_graph_task_id() == -1:
+        end_round(frame.agreement.round, frame.agreement.rounds)
 
 
 def _check_met(module: nn.Module, args: Any, output: Any) -> None:
@@ -264,19 +264,19 @@ def _receiver(group: ContextGroup, settings: Settings) -> Any:
         qkv = [find_input(module, args, kwargs, settings, which) for which in range(3)]
         q: T = qkv[0][1]
         head, seq = settings.head_dim % q.dim(), settings.seq_dim % q.dim()
-        settling = _settling(module, group, Call(type(module).__name__), args, kwargs, False)
+        agreement = _agreement_of(module, group, Call(type(module).__name__), args, kwargs, False)
 
         def checked() -> tuple[T, ...]:
             parts = group.locals(*(x for _, x in qkv), head, seq)  # type: ignore[call-arg]
             group.copies(parts[0].shape[head], parts[1].shape[head])
             return tuple(x.movedim((head, seq), (1, 2)) if x.dim() > 2 else x for x in parts)
 
-        parts, _ = settling.of(checked, [x for _, x in qkv], None)
+        parts, _ = agreement.of(checked, [x for _, x in qkv], None)
         with torch._C.DisableTorchFunction():
             sent = group.to_heads(tuple(x.movedim((1, 2), (head, seq)) for x in parts), {}, head, seq)
         args, kwargs = with_inputs(args, kwargs, [where for where, _ in qkv], sent)
         _open(
-            _Frame(module, settling, query=q, inside=(sent[0].shape[head], sent[0].shape[seq])),
+            _Frame(module, agreement, query=q, inside=(sent[0].shape[head], sent[0].shape[seq])),
             group if group.degrees.ring > 1 else None,
         )
         return args, kwargs
@@ -303,7 +303,7 @@ def _giver(group: ContextGroup, settings: Settings) -> Any:
         check_output(module, tuple(first.shape), heads, length, head, seq)
         with torch._C.DisableTorchFunction():
             result = group.to_sequence(first, head, seq)
-        if frame.settling.round.late is not None:
+        if frame.agreement.round.late is not None:
             query = frame.query.to_local() if isinstance(frame.query, DTensor) else frame.query
             result = result.new_zeros([query.shape[d] if d in (0, seq) else n for d, n in enumerate(result.shape)])
         result = like(result, frame.query)
@@ -361,7 +361,7 @@ def _sender(group: ContextGroup, name: str, settings: Settings) -> Any:
             group.copies(x.shape[1], None) if name == "q" else group.copies(None, x.shape[1])
             return (x,)
 
-        (x,), _ = frame.settling.of(checked, (local,), None)
+        (x,), _ = frame.agreement.of(checked, (local,), None)
         with torch._C.DisableTorchFunction():
             copies = group.copies(x.shape[1], None) if name == "q" else group.copies(None, x.shape[1])
             frame.arriving[name] = transfer = Transfer(group.plan(1, 2))
