@@ -37,6 +37,11 @@ def _primitives() -> tuple[Collectives, Groups]:
     return port().collectives, port().groups
 
 
+def renew() -> None:
+    """Take the primitives from the port again, which has others now."""
+    _primitives.cache_clear()
+
+
 class _Over:
     """The handle of an operation that is done."""
 

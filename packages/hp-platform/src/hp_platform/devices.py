@@ -45,6 +45,10 @@ class Devices:
         """Get this process's device: a `torch.device`, or on MindSpore its name as tensors have it ("Ascend:0")."""
         return port().devices.current_device(self.kind)
 
+    def has_memory(self, tensor: Any) -> bool:
+        """Tell whether a tensor has memory for its values: one on torch's meta device has a shape alone."""
+        return port().devices.has_memory(tensor)
+
     def set_device(self, index: int) -> None:
         """Use the device of this index on this machine; MindSpore wants that before the first tensor is made."""
         port().devices.set_device(self.kind, index)

@@ -8,7 +8,7 @@ from hp_dtensor.torch.backward.engine import Mark, backward, explaining, marks, 
 from hp_dtensor.torch.compile.compiling import encode_placements, traces_as
 from hp_dtensor.torch.compile.graph import constant, decode_placements, mesh_of
 from hp_dtensor.torch.dtensor import DTensor, local_view, redistribute, redistribute_shared, wrap
-from hp_dtensor.torch.modules import give_memory, materialize
+from hp_dtensor.torch.modules import Modules, give_memory, materialize
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.ops.parallel_loss import sharded_loss
 from hp_dtensor.torch.ops.random import compare_generators
@@ -16,6 +16,7 @@ from hp_dtensor.torch.ops.random import compare_generators
 __all__ = [
     "DTensor",
     "Mark",
+    "Modules",
     "arriving_gradients",
     "backward",
     "become",

@@ -12,7 +12,7 @@ from hp_dtensor.torch.extend import refuse_foreign
 from hp_optim.options import broken_gradient, check_group, check_once, check_options, parameter_names
 from hp_optim.torch.finiteness import broken_gradients
 from hp_optim.torch.states.blocks import Block, Members, Resident
-from hp_optim.torch.states.loaded import Moved, Roster, begin_anew, compact
+from hp_optim.torch.states.loaded import Moved, Roster, begin_anew, compact, has_memory
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _KEPT = ("skip_nonfinite", "_places", "_step_supports_amp_scaling")
@@ -150,14 +150,14 @@ class AdamW(torch.optim.AdamW):
             members = [each for number in numbers for each in self._members(number)]
             self._blocks = self._places.added(blocks, members, self.state)
         self._roster = Roster(self.param_groups, self.state)
-        self._without_memory = [each for group in self.param_groups for each in group["params"] if each.is_meta]
+        self._without_memory = [each for group in self.param_groups for each in group["params"] if not has_memory(each)]
 
     def _members(self, number: int) -> list[Members]:
         """Sort a group's parameters by what can be in one block."""
         group = self.param_groups[number]
         alike: dict[Any, Members] = {}
         for name, parameter in zip(parameter_names(group, number), group["params"]):
-            if not parameter.is_meta:
+            if has_memory(parameter):
                 _, parameters, names = alike.setdefault(self._kind(parameter), (group, [], []))
                 parameters.append(parameter)
                 names.append(name)
@@ -169,7 +169,7 @@ class AdamW(torch.optim.AdamW):
 
     def _complete(self) -> list[Block]:
         """Return what all parameters are in; see Note [Roster] in `hp_optim.torch.states.loaded`."""
-        got_memory = self._without_memory and not all(each.is_meta for each in self._without_memory)
+        got_memory = self._without_memory and any(has_memory(each) for each in self._without_memory)
         if got_memory or not self._roster.holds(self.param_groups, self.state):
             self._renew()
         return self._blocks
@@ -183,7 +183,7 @@ class AdamW(torch.optim.AdamW):
             self._check(group, number)
             before = self._roster.groups[number] if self._roster.has(number, group) else None
             own = [block for block in self._blocks if block.group is before]
-            if sum(len(block.parameters) for block in own) == sum(not each.is_meta for each in group["params"]):
+            if sum(len(block.parameters) for block in own) == sum(has_memory(each) for each in group["params"]):
                 kept += [(block, group) for block in own]
             else:
                 numbers.append(number)

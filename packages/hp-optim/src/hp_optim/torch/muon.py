@@ -35,7 +35,7 @@ from hp_optim.torch.exchanges.bucket import (
     placed_on,
 )
 from hp_optim.torch.finiteness import told
-from hp_optim.torch.states.loaded import Roster, begin_anew, check_state, compact
+from hp_optim.torch.states.loaded import Roster, begin_anew, check_state, compact, has_memory
 from hp_optim.torch.states.momenta import Momenta, release
 from hp_platform.extend import own_rank
 
@@ -193,7 +193,7 @@ class Muon(Optimizer):
 
     def _make_states(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
-            if _BUFFER not in self.state[parameter] and not parameter.is_meta:
+            if _BUFFER not in self.state[parameter] and has_memory(parameter):
                 self.state[parameter][_BUFFER] = torch.zeros_like(parameter, requires_grad=False)
         self._places.place(group["params"], self.state)
 
@@ -205,7 +205,7 @@ class Muon(Optimizer):
             for name, parameter in zip(parameter_names(group, number), group["params"])
         ]
         self._parameters = [member.parameter for member in self._members]
-        self._without_memory = [each for each in self._parameters if each.is_meta]
+        self._without_memory = [each for each in self._parameters if not has_memory(each)]
         self._roster = Roster(self.param_groups, self.state)
         self._edition += 1
         with _plain():
@@ -330,7 +330,7 @@ class Muon(Optimizer):
 
     def _got_memory(self) -> bool:
         """Tell whether a parameter that was on the meta device is no more."""
-        return any(not each.is_meta for each in self._without_memory)
+        return any(has_memory(each) for each in self._without_memory)
 
     def _agreed(self, look: Look | None, problems: list[Exception]) -> Plan:
         """Return a plan that all ranks have made alike; they call it together, and raise together."""

@@ -305,7 +305,7 @@ def named_parameters(module: Any) -> dict[str, T]:
 
 def describe_parameter(parameter: T) -> str:
     text = f"{parameter.dtype} of shape {tuple(parameter.shape)}"
-    if parameter.is_meta:
+    if not get_platform().devices.has_memory(parameter):
         raise NotImplementedError("a parameter on the meta device: initialise it before the first run")
     if not parameter.requires_grad:
         text += ", frozen"

@@ -43,6 +43,11 @@ def current_device(kind: str) -> torch.device:
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has memory; on the meta device it has a shape alone."""
+    return not tensor.is_meta
+
+
 def set_device(kind: str, index: int) -> None:
     """Use the device of this index; on CPU there is one and nothing to do."""
     if kind != "cpu":

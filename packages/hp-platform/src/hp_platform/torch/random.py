@@ -37,4 +37,4 @@ def set_state(device: torch.device | str, state: torch.Tensor) -> None:
 
 def _module(device: torch.device | str) -> Any:
     kind = torch.device(device).type
-    return torch if kind == "cpu" else torch.get_device_module(kind)
+    return torch if kind in ("cpu", "meta") else torch.get_device_module(kind)

@@ -160,7 +160,7 @@ class Bucket:
         """
         self.check()
         device = self.shard.device
-        if device.type == "meta":
+        if not get_platform().devices.has_memory(self.shard):
             place = "cpu" if self.offload is not None else self.axes.mesh.device_type
             raise RuntimeError(
                 f"fully_shard: parameter {self.parameters[0].name!r} of {self.owner} is still on the meta device. "

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.extend import DTensor, refuse_foreign
+from hp_platform import get_platform
 
 INTO_ANY_LAYOUT = "hp_fsdp.set_optimizer_state_dict loads what get_optimizer_state_dict saved into any layout"
 
@@ -123,6 +124,11 @@ def begin_anew(caller: str, name: str, parameter: torch.Tensor, state: dict[str,
             " the steps before. Set states of the new shape, too, or delete optimizer.state[parameter] to begin anew"
         )
     state.clear()
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has memory, see `hp_platform.devices`."""
+    return get_platform().devices.has_memory(tensor)
 
 
 def facts_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -1,0 +1,1 @@
+"""A plan played on tensors without memory."""

@@ -1,0 +1,122 @@
+"""One rank's training steps on tensors without memory, read by a ledger."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hp_plan.application import apply
+from hp_plan.plan import ParallelPlan, data_parallel_rows
+from hp_plan.torch.build import build_model, build_objective, build_optimizer
+from hp_plan.torch.dry.ledger import Ledger
+from hp_plan.torch.training.loss import backward_loss
+from hp_plan.torch.training.parts import clip_gradients
+from hp_platform import get_platform
+from hp_platform.extend import observers
+from hp_platform.torch.dry import Peers, dry_world
+
+T = torch.Tensor
+
+
+class Played:
+    """A plan's model and optimizer on this rank, and what is read of their steps.
+
+    Args:
+        plan: the plan.
+        ledger: reads the steps.
+        device: of the model; meta in a dry world.
+
+    Attributes:
+        collectives: kind, bytes and global ranks of each collective of the last step.
+    """
+
+    def __init__(self, plan: ParallelPlan, ledger: Ledger, device: torch.device) -> None:
+        self.plan, self.ledger = plan, ledger
+
+        def build(each: ParallelPlan) -> Any:
+            return apply(build_model(each, device=device), each)
+
+        self.model = build(plan)
+        self.objective = build_objective(plan, build)
+        self.optimizer = build_optimizer(plan, self.model.named_parameters())
+        rows = data_parallel_rows(plan)
+        length = plan.data.sequence_length
+        self.tokens = torch.zeros(rows.stop - rows.start, length, dtype=torch.int64, device=device)
+        self.collectives: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
+        ledger.know([*self.model.parameters(), *self.model.buffers()])
+
+    def step(self) -> None:
+        """Take a training step, as a trainer does."""
+        self.collectives.clear()
+        observers.append(self._observe)
+        try:
+            with self.ledger as ledger:
+                ledger.begin("forward")
+                self.optimizer.zero_grad()
+                loss = backward_loss(self.plan, self.model, self.tokens, objective=self.objective)
+                norm = clip_gradients(self.model, self.plan.run.grad_clip)
+                ledger.begin("optimizer")
+                self.optimizer.step()
+                del loss, norm
+        finally:
+            observers.remove(self._observe)
+
+    def _observe(self, kind: str, size: int, group: Any) -> None:
+        self.collectives[kind, size, tuple(get_platform().groups.get_process_group_ranks(group))] += 1
+
+    def weights(self) -> set[int]:
+        """Return the numbers of the storages of parameters and buffers."""
+        return self._numbers([*self.model.parameters(), *self.model.buffers()])
+
+    def gradients(self) -> set[int]:
+        """Return the numbers of the storages of the gradients that there are."""
+        return self._numbers([each.grad for each in self.model.parameters() if each.grad is not None])
+
+    def states(self) -> set[int]:
+        """Return the numbers of the storages of the optimizer's states."""
+        optimizers = getattr(self.optimizer, "optimizers", {"": self.optimizer})
+        found = [state for each in optimizers.values() for state in each.state.values()]
+        return self._numbers([each for state in found for each in state.values() if isinstance(each, T)])
+
+    def _numbers(self, tensors: list[T]) -> set[int]:
+        return {number for each in tensors if (number := self.ledger.number_of(each)) is not None}
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Keep Python's collector from running, whose moments would decide when memory is let go."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def dry(
+    plan: ParallelPlan, rank: int, *, steps: int = 3, peers: Peers | None = None, averages: bool = False, **read: bool
+) -> Iterator[Played]:
+    """Play a rank's first steps without memory.
+
+    Args:
+        plan: the plan; its mesh says how many ranks there are.
+        rank: the one to play.
+        steps: how many steps; the third is like those that follow.
+        peers: what other ranks say; None is the same as this one.
+        averages: the backend averages by itself.
+        read: what the ledger reads beside storages: `kernels`, `modules`.
+    """
+    with dry_world(plan.mesh.world_size, rank, peers=peers, averages=averages), without_collector():
+        ledger = Ledger(("meta",), **read)
+        played = Played(plan, ledger, torch.device("meta"))
+        for _ in range(steps):
+            played.step()
+        yield played

@@ -1,0 +1,215 @@
+"""A world of ranks of which this process plays one, on tensors without memory.
+
+Note [A dry world]
+The process groups have torch's "fake" backend, and new tensors go to the meta device, where operators compute shapes
+alone. What ranks tell each other as host numbers or bytes (`hp_platform.communication.agreement`) has to have values:
+the others are taken to say what this rank says, but for those that a `Peers` speaks for. A collective of tensors on the
+meta device does nothing. Code above the port is the one that real ranks run, and does not ask whether its world is dry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hp_platform import collectives as checked
+from hp_platform import groups
+from hp_platform.port import Handle
+from hp_platform.torch import collectives, devices, port, random
+
+T = torch.Tensor
+_META = torch.device("meta")
+
+
+class Peers(Protocol):
+    """What other ranks of a dry world say."""
+
+    def gather(self, payload: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """Return what each of some ranks says where this one says a payload; all of them say something now."""
+        ...
+
+    def send(self, payload: bytes, rank: int, tag: int) -> None:
+        """Give a message to a rank."""
+        ...
+
+    def receive(self, rank: int, tag: int) -> bytes:
+        """Wait for a message of a rank."""
+        ...
+
+
+class Alike:
+    """Peers that say what this rank says, and send nothing."""
+
+    def gather(self, payload: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """Return the payload once for each rank."""
+        return [payload] * len(ranks)
+
+    def send(self, payload: bytes, rank: int, tag: int) -> None:
+        """Forget the message."""
+
+    def receive(self, rank: int, tag: int) -> bytes:
+        """Refuse: only stages send each other messages, and each of them has a process of its own.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"a dry world of one process has no message of rank {rank}")
+
+
+class _Done:
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+_DONE: Handle = _Done()
+
+
+@contextlib.contextmanager
+def dry_world(size: int, rank: int, *, peers: Peers | None = None, averages: bool = False) -> Iterator[None]:
+    """Be one rank of a world without the others and without memory: Note [A dry world].
+
+    Example:
+        >>> with dry_world(1024, 17):
+        ...     model = apply(build_model(plan, device="meta"), plan)
+
+    Args:
+        size: number of ranks of the world.
+        rank: this process's.
+        peers: what other ranks say; None is the same as this one.
+        averages: the backend that is played averages by itself, as nccl does; gloo does not.
+
+    Raises:
+        RuntimeError: there is a world of processes already.
+    """
+    if groups.is_initialized():
+        raise RuntimeError(
+            "a dry world can't begin in a process that has a process group: run it before init_process_group, or in a"
+            " process of its own"
+        )
+    spoken = Alike() if peers is None else peers
+    before = port.collectives, port.devices
+    library = torch.library.Library("aten", "IMPL")
+    groups.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        port.collectives, port.devices = _collectives(spoken, averages), _devices()
+        checked.renew()
+        _register_attention(library)
+        with torch.device(_META):
+            yield
+    finally:
+        port.collectives, port.devices = before
+        checked.renew()
+        library._destroy()
+        groups.destroy_process_group()
+
+
+def _devices() -> Any:
+    """Make the port's devices: the current one is meta, whose tensors count as having memory."""
+    own = {name: value for name, value in vars(devices).items() if not name.startswith("__")}
+    own |= {"current_device": lambda kind: _META, "has_memory": lambda tensor: True}
+    return types.SimpleNamespace(**own)
+
+
+def _collectives(peers: Peers, averages: bool) -> Any:
+    """Make the port's collectives: host tensors get what the peers say, others are left as they are."""
+
+    def told(tensor: T, group: Any) -> list[T]:
+        payloads = peers.gather(_bytes(tensor), dist.get_process_group_ranks(group))
+        return [_tensor(each, tensor) for each in payloads]
+
+    def all_reduce(tensor: T, op: str, group: Any, async_op: bool) -> Handle | None:
+        if not tensor.is_meta:
+            stacked = torch.stack(told(tensor, group))
+            reduced = {"max": stacked.amax, "min": stacked.amin, "product": stacked.prod}.get(op, stacked.sum)(0)
+            with torch.no_grad():
+                tensor.copy_(reduced / len(stacked) if op == "avg" else reduced)
+        return _DONE if async_op else None
+
+    def all_gather(output: T, tensor: T, group: Any, async_op: bool) -> Handle | None:
+        if not tensor.is_meta:
+            with torch.no_grad():
+                output.view(-1).copy_(torch.cat([each.reshape(-1) for each in told(tensor, group)]))
+        return _DONE if async_op else None
+
+    def broadcast(tensor: T, group_src: int, group: Any, async_op: bool) -> Handle | None:
+        if not tensor.is_meta:
+            with torch.no_grad():
+                tensor.copy_(told(tensor, group)[group_src])
+        return _DONE if async_op else None
+
+    def nothing(*args: Any) -> Handle | None:
+        refuse_values(args[0])
+        return _DONE if args[-1] else None
+
+    def refuse_values(tensor: T) -> None:
+        if not tensor.is_meta:
+            raise NotImplementedError(
+                f"a dry world can't exchange a host tensor of shape {tuple(tensor.shape)} and {tensor.dtype}: tell host"
+                " numbers with share_numbers"
+            )
+
+    def send(tensor: T, dst: int, group: Any, tag: int, async_op: bool) -> Handle | None:
+        if not tensor.is_meta:
+            peers.send(_bytes(tensor), dist.get_global_rank(group, dst), tag)
+        return _DONE if async_op else None
+
+    def recv(tensor: T, src: int, group: Any, tag: int, async_op: bool) -> Handle | None:
+        if not tensor.is_meta:
+            with torch.no_grad():
+                tensor.copy_(_tensor(peers.receive(dist.get_global_rank(group, src), tag), tensor))
+        return _DONE if async_op else None
+
+    played: dict[str, Callable[..., Any]] = {
+        "all_reduce": all_reduce,
+        "all_gather": all_gather,
+        "reduce_scatter": nothing,
+        "all_to_all": nothing,
+        "broadcast": broadcast,
+        "send": send,
+        "recv": recv,
+        "barrier": lambda group: None,
+        "averages": lambda tensor, group: averages,
+        "pending": lambda work, kind, group: work,
+    }
+    own = {name: value for name, value in vars(collectives).items() if not name.startswith("__")}
+    return types.SimpleNamespace(**{**own, **played})
+
+
+def _bytes(tensor: T) -> bytes:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def _tensor(payload: bytes, like: T) -> T:
+    if not payload:
+        return torch.empty_like(like, device="cpu")
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(like.dtype).view(like.shape)
+
+
+def _register_attention(library: torch.library.Library) -> None:
+    """Let attention on the meta device keep what the CPU's kernel keeps; torch takes it apart there otherwise."""
+
+    def attention(
+        q: T,
+        k: T,
+        v: T,
+        attn_mask: T | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> T:
+        mask = attn_mask
+        if mask is not None and mask.dtype is torch.bool:
+            mask = torch.empty(mask.shape, dtype=q.dtype, device=_META)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+
+    for key in ("AutogradMeta", "Meta"):
+        library.m.impl("scaled_dot_product_attention", key, attention, False)
