@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,3 +60,19 @@ def test_a_step_leaves_nothing_to_the_collector(again: bool, hooks: bool) -> Non
             handle.remove()
 
     assert leftovers(step) == []
+
+
+def test_no_plan_keeps_the_tensors_that_it_was_made_of() -> None:
+    mesh = init_device_mesh(device_type(), (1,))
+
+    def alive(join: Callable[[tuple[torch.Tensor, ...]], Any]) -> bool:
+        tensors = tuple(distribute_tensor(torch.randn(4, 5, device=device_type()), mesh, [Shard(0)]) for _ in range(2))
+        references = [weakref.ref(each) for each in tensors]
+        join(tensors)
+        del tensors
+        gc.collect()
+        return any(reference() is not None for reference in references)
+
+    assert not alive(lambda tensors: torch.cat(tensors, dim=-1))
+    assert not alive(lambda tensors: torch.cat(tensors, 1))
+    assert not alive(lambda tensors: torch.stack(tensors, dim=1))

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hp_platform import collectives as checked
@@ -100,7 +101,7 @@ def dry_world(size: int, rank: int, *, peers: Peers | None = None, averages: boo
         port.collectives, port.devices = _collectives(spoken, averages), _devices()
         checked.renew()
         _register_attention(library)
-        with torch.device(_META):
+        with torch.device(_META), _Values(), _without_autocast():
             yield
     finally:
         port.collectives, port.devices = before
@@ -189,6 +190,37 @@ def _tensor(payload: bytes, like: T) -> T:
     if not payload:
         return torch.empty_like(like, device="cpu")
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(like.dtype).view(like.shape)
+
+
+class _Values(TorchFunctionMode):
+    """Whole tensors without values, read on the host: zeros, so nothing is padded, missing or not finite."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, or answer what it would read."""
+        if func in _READS and args[0].is_meta:
+            dtype = args[0].dtype
+            known = torch.float32 if dtype is torch.bfloat16 else dtype
+            zeros = torch.zeros(tuple(args[0].shape), dtype=known, device="cpu")
+            return zeros.tolist() if func is T.tolist else zeros.numpy()
+        return func(*args, **(kwargs or {}))
+
+
+_READS = (T.tolist, T.numpy)
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Say that the meta device has no autocast, where torch refuses the question."""
+    asked = torch.is_autocast_enabled
+
+    def is_autocast_enabled(*device: str) -> bool:
+        return device != ("meta",) and asked(*device)
+
+    torch.is_autocast_enabled = is_autocast_enabled
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled = asked
 
 
 def _register_attention(library: torch.library.Library) -> None:

@@ -53,7 +53,8 @@ def on_one_device(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[
         args: its positional arguments, beginning with the source unless that is passed as ``input``.
         kwargs: its keyword arguments.
     """
-    rest = tuple(torch.empty(x.shape, device="meta") if isinstance(x, T) else x for x in args[1:])  # view_as
+    with without_modes():
+        rest = tuple(torch.empty(x.shape, device="meta") if isinstance(x, T) else x for x in args[1:])  # view_as
     named = tuple((name, value) for name, value in kwargs.items() if name != "input")
     arguments = (func, source._spec.shape, strides_of(source), source.dtype, rest, named)
     values = (*rest, *(value for _, value in named))
@@ -67,8 +68,8 @@ def on_one_device(func: Any, source: Any, args: Any, kwargs: Any) -> tuple[list[
 
 
 def _on_meta(func: Any, shape: Any, strides: Any, dtype: Any, rest: Any, named: Any) -> tuple[list[torch.Tensor], bool]:
-    meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     with torch.no_grad(), without_modes():
+        meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         results = func(meta, *rest, **dict(named))
     results = list(results) if isinstance(results, (list, tuple)) else [results]
     return results, all(x.untyped_storage()._cdata == meta.untyped_storage()._cdata for x in results)

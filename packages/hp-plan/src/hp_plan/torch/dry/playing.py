@@ -115,8 +115,10 @@ def dry(
         read: what the ledger reads beside storages: `kernels`, `modules`.
     """
     with dry_world(plan.mesh.world_size, rank, peers=peers, averages=averages), without_collector():
-        ledger = Ledger(("meta",), **read)
+        ledger = Ledger(("meta", "cpu"), **read)
         played = Played(plan, ledger, torch.device("meta"))
-        for _ in range(steps):
+        for number in range(steps):
             played.step()
+            if number == 0:
+                gc.collect()  # modules that the first step imports, as of torch's compiler, keep its frames
         yield played

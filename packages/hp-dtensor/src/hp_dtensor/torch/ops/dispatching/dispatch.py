@@ -315,8 +315,10 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             if kwargs:
                 values = [v._spec if type(v) is DTensor else float if type(v) is float else v for v in kwargs.values()]
                 short = [len(args), *short, *kwargs, *values]
-            with contextlib.suppress(TypeError):  # a list among the arguments: found by the long key alone
-                _PLANS[(func, *short)] = plan
+            # With a list, or tensors in a tuple, which a key would keep alive, it is found by the long key alone.
+            if not any(next(tensors_of((each,), {}), None) is not None for each in short):
+                with contextlib.suppress(TypeError):
+                    _PLANS[(func, *short)] = plan
     return plan.run(args, kwargs)
 
 
