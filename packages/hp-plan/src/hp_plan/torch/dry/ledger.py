@@ -29,6 +29,8 @@ T = torch.Tensor
 _VALUE = torch.ops.aten._local_scalar_dense.default
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
 _plain = torch._C.DisableTorchFunctionSubclass
+_graph_task = torch._C._current_graph_task_id
+_OWN = (__name__, "hp_platform.torch.dry")
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -170,11 +172,13 @@ class Ledger(TorchDispatchMode):
             if size != before:
                 self._change(key, size - before)
             return
-        module = ""
+        phase, module = self.phase, ""
+        if phase == "forward" and _graph_task() != -1:
+            phase = "backward"
         if self._modules is not None and operator:
             module = self._modules.place(sys._getframe(2))[1]
         self._numbers[key] = len(self.storages)
-        self.storages.append(Held(operator.removeprefix("aten::"), tuple(tensor.shape), module, self.phase))
+        self.storages.append(Held(operator.removeprefix("aten::"), tuple(tensor.shape), module, phase))
         self._sizes[key] = 0
         self._change(key, size)
         self._refs[key] = weakref.ref(storage, lambda _, key=key: self._let_go(key))
@@ -207,7 +211,7 @@ class Ledger(TorchDispatchMode):
 
     def _assume(self, what: str) -> None:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_globals is globals()):
+        while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_globals["__name__"] in _OWN):
             frame = frame.f_back
         place = "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
         self.assumed[what, place] += 1

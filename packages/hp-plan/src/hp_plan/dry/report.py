@@ -1,0 +1,179 @@
+"""What a dry run tells: the memory of ranks at their peaks, and what they compute, send and assume."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hp_offload.extend import size
+from hp_plan.dry.trace import Trace
+
+KINDS = ("weights", "gradients", "states", "gathered", "saved", "temporary")
+"""Of memory: parameters and buffers; their gradients; the optimizer's states; buffers of gathered parameters; what
+backward needs of forward; and the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Tensors of one origin that are held at a moment.
+
+    Attributes:
+        bytes: of all of them.
+        count: how many.
+        kind: one of `KINDS`.
+        operator: that made them; "" of those that the step began with.
+        shape: of each.
+        module: that ran; "" outside of modules.
+    """
+
+    bytes: int
+    count: int
+    kind: str
+    operator: str
+    shape: tuple[int, ...]
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A rank's memory at one operation of a step.
+
+    Attributes:
+        live: bytes.
+        by_kind: the same, by `KINDS`.
+        operation: its number in the step.
+        phase: "forward", "backward" or "optimizer".
+        module: that ran; "" outside of modules.
+        top: what holds most, the largest first.
+    """
+
+    live: int
+    by_kind: Mapping[str, int]
+    operation: int
+    phase: str
+    module: str
+    top: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A value that the step read from a tensor without values.
+
+    Attributes:
+        what: was taken for it.
+        where: file and line that read it.
+        times: how often in a run.
+    """
+
+    what: str
+    where: str
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One rank's step.
+
+    Attributes:
+        rank: its number in the world.
+        coordinates: its place on each axis of the mesh.
+        stands_for: how many ranks have its place in the pipeline, and so about its memory.
+        peak: where its memory is largest.
+        rest: bytes between steps.
+        trace: the whole step.
+        memory: bytes of each kind at each operation; empty unless asked for.
+        assumed: values that were not there.
+    """
+
+    rank: int
+    coordinates: Mapping[str, int]
+    stands_for: int
+    peak: Moment
+    rest: int
+    trace: Trace
+    memory: Mapping[str, tuple[int, ...]]
+    assumed: tuple[Assumption, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DryReport:
+    """The distinct ranks of a plan.
+
+    Attributes:
+        mesh: the plan's, for people, such as "dp_shard 32 x tp 8 x pp 4".
+        world_size: number of ranks.
+        ranks: those that were played.
+    """
+
+    mesh: str
+    world_size: int
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of any rank."""
+        return max(each.peak.live for each in self.ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything but the traces' lists as plain values."""
+        told = dataclasses.asdict(self)
+        for rank, own in zip(told["ranks"], self.ranks, strict=True):
+            rank["trace"] = {"peak": own.trace.peak, "flops": own.trace.flops, "operations": own.trace.operations}
+            rank["collectives"] = [
+                {"kind": kind, "bytes_each": each, "axes": list(axes), "calls": count.calls, "bytes": count.bytes}
+                for (kind, each, axes), count in sorted(own.trace.collectives.items())
+            ]
+            rank["memory"] = {kind: list(values) for kind, values in own.memory.items()}
+        return told
+
+    def __str__(self) -> str:
+        """Return a table of the ranks, what holds most in the fullest, messages and assumptions, in 80 columns."""
+        lines = [f"dry run: {self.world_size} ranks, {self.mesh}", ""]
+        heads = ("rank", "peak", *KINDS)
+        rows = [[str(each.rank), size(each.peak.live)] + [_size(each.peak.by_kind, kind) for kind in KINDS]
+                for each in self.ranks]  # fmt: skip
+        lines += _table(heads, rows)
+        fullest = max(self.ranks, key=lambda each: each.peak.live)
+        place = ", ".join(f"{axis} {number}" for axis, number in fullest.coordinates.items())
+        where = f" of {fullest.peak.module}" if fullest.peak.module else ""
+        lines += ["", f"rank {fullest.rank} ({place}) holds most in {fullest.peak.phase}{where}:"]
+        for held in fullest.peak.top[:8]:
+            shape = " x ".join(map(str, held.shape))
+            origin = f"{held.operator or 'before the step'} {held.module}".strip()
+            lines.append(f"  {size(held.bytes):>9}  {held.count:>4} of [{shape}], {held.kind}, {origin}"[:80])
+        lines += ["", f"{size(fullest.rest)} between steps, {_flops(fullest.trace.flops)} a step"]
+        lines += self._messages(fullest)
+        assumed = {(each.what, each.where) for rank in self.ranks for each in rank.assumed}
+        if assumed:
+            lines += ["", "assumed of values that are not there:"]
+            lines += [f"  {what}, in {where}"[:80] for what, where in sorted(assumed)]
+        return "\n".join(lines)
+
+    @staticmethod
+    def _messages(rank: RankReport) -> list[str]:
+        calls: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+        for (kind, _, axes), count in rank.trace.collectives.items():
+            total = calls.setdefault((kind, axes), [0, 0])
+            total[0] += count.calls
+            total[1] += count.bytes
+        rows = [[" x ".join(axes), kind, str(number), size(total)]
+                for (kind, axes), (number, total) in sorted(calls.items(), key=lambda each: -each[1][1])]  # fmt: skip
+        return ["", *_table(("over", "collective", "calls", "bytes"), rows)] if rows else []
+
+
+def _size(by_kind: Mapping[str, int], kind: str) -> str:
+    return size(by_kind[kind]) if by_kind.get(kind) else "-"
+
+
+def _flops(number: int) -> str:
+    for power, letter in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+        if number >= 10**power:
+            return f"{number / 10**power:.1f} {letter}flop"
+    return f"{number} flop"
+
+
+def _table(heads: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(each) for each in column) for column in zip(heads, *rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (heads, *rows)]
