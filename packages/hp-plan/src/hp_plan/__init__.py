@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hp_plan.application import apply
+from hp_plan.dry.report import DryReport
 from hp_plan.linting import lint
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
@@ -40,6 +41,7 @@ __all__ = [
     "ContextSection",
     "DataSection",
     "Diagnostic",
+    "DryReport",
     "ExpertsSection",
     "FsdpSection",
     "MemorySection",
@@ -63,12 +65,14 @@ __all__ = [
     "build_optimizer",
     "build_parallel_model",
     "build_schedule",
+    "dry_run",
     "lint",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from hp_plan.torch.build import build_model, build_optimizer, build_parallel_model, build_schedule
+    from hp_plan.torch.dry.api import dry_run
     from hp_plan.torch.verify import verify
 
 __getattr__, __dir__ = lazy_exports(
@@ -78,6 +82,7 @@ __getattr__, __dir__ = lazy_exports(
         "build_optimizer": "build",
         "build_parallel_model": "build",
         "build_schedule": "build",
+        "dry_run": "dry.api",
         "verify": "verify",
     },
 )

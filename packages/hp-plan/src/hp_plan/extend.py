@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hp_plan.checks.alike import draws
+from hp_plan.dry.picture import draw_memory
 from hp_plan.features.adapters import saved_name
 from hp_plan.features.loss import cut_rows, share_out
 from hp_plan.features.optimizers import multiple_of_first
@@ -31,6 +32,7 @@ __all__ = [
     "cut_rows",
     "data_parallel_place",
     "data_parallel_rows",
+    "draw_memory",
     "draws",
     "examine",
     "json_schema",

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hp_platform import collectives as checked
 from hp_platform import groups
 from hp_platform.port import Handle
-from hp_platform.torch import collectives, devices, port, random
+from hp_platform.torch import collectives, devices, port
 
 T = torch.Tensor
 _META = torch.device("meta")
@@ -96,7 +96,7 @@ def dry_world(size: int, rank: int, *, peers: Peers | None = None, averages: boo
     spoken = Alike() if peers is None else peers
     before = port.collectives, port.devices
     library = torch.library.Library("aten", "IMPL")
-    groups.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=size)
+    groups.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         port.collectives, port.devices = _collectives(spoken, averages), _devices()
         checked.renew()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from hp_pipeline.extend import to_svg, to_text
-from hp_plan import Diagnostic, ParallelPlan, PlanError, VerifyResult
+from hp_plan import Diagnostic, PlanError, VerifyResult
 from hp_plan.extend import (
     TORCH_ONLY,
     UNREAD,
@@ -24,31 +23,35 @@ from hp_plan.extend import (
     examine,
     json_schema,
     memory_shortage,
-    near_misses,
     outlook,
-    override,
     read_plan,
-    read_toml,
     settings,
     style_notes,
 )
-from hp_platform import get_platform
 from hp_platform.extend import (
     DEVICE,
-    KINDS,
-    PLATFORM,
-    PLATFORMS,
     SettingError,
     inside_launcher,
-    launcher_place,
     platform_name,
     wanted_platform,
 )
 from hyper_parallel import worker
-from hyper_parallel.commands import checkpoints, proposing
+from hyper_parallel.commands import checkpoints, planning, proposing
 from hyper_parallel.commands.data import app as data_app
 from hyper_parallel.commands.data import show as show_documents
 from hyper_parallel.commands.doctor import examine_machine
+from hyper_parallel.commands.plans import (
+    Json,
+    PlanFile,
+    Set,
+    checked,
+    name_folder,
+    override_value,
+    prepare,
+    read_tables,
+    set_environment,
+    shorten,
+)
 from hyper_parallel.commands.reporting import Version, leads, say, saying_what_is_saved, show_diagnostics, user_errors
 from hyper_parallel.commands.slurm import Request, check_request, job_script
 from hyper_parallel.data.tokenization.tokenized import text_notes
@@ -62,20 +65,15 @@ from hyper_parallel.training.checking import check_first_call, check_run
 from hyper_parallel.training.evaluating import check_checkpoint, check_parts
 from hyper_parallel.training.resuming import check_resume
 
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan.", show_default=False)]
 Ranks = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Ranks to start; by default the mesh's.", show_default=False)
 ]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="In place of the plan's value; repeatable.", show_default=False),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON lines in place of tables.")]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(checkpoints.app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.command()(proposing.init)
+app.command()(planning.dryrun)
 
 
 @app.callback()
@@ -120,30 +118,30 @@ def train(
     with user_errors():
         if resume != "no" and out is None:
             raise SettingError("--resume needs the folder of the run: name it with --out")
-        tables = _read(plan, assignments)
-        _set_environment(tables, plan)
-        _name_folder(tables, plan)
+        tables = read_tables(plan, assignments)
+        set_environment(tables, plan)
+        name_folder(tables, plan)
         if steps is not None:
-            _override(tables, "run", "steps", steps)
-        _shorten(tables, assignments or (), given=steps is not None)
+            override_value(tables, "run", "steps", steps)
+        shorten(tables, assignments or (), given=steps is not None)
         if weights is not None:
-            _override(tables, "model", "weights", str(weights))
+            override_value(tables, "model", "weights", str(weights))
         if data:
-            _override(tables, "data", "paths", list(data))
-        ranks = _prepare(tables, nproc)
+            override_value(tables, "data", "paths", list(data))
+        ranks = prepare(tables, nproc)
         if debug_rank is not None and debug_rank >= ranks:
             raise SettingError(f"--debug-rank {debug_rank}: the {ranks} ranks are 0 to {ranks - 1}")
-        checked = _checked(tables, ranks, training=True)
-        for note in text_notes(checked) if leads() else ():
+        ready = checked(tables, ranks, training=True)
+        for note in text_notes(ready) if leads() else ():
             typer.echo(f"note: {note}", err=True)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
         folder = prepare_folder(out, name=plan.stem, resume=resume != "no") if leads() else Path()
         if resume != "no" and not inside_launcher():
-            check_resume(checked, folder, new_data=resume == "new-data")
+            check_resume(ready, folder, new_data=resume == "new-data")
         with claimed(folder) if leads() else nullcontext(), saying_what_is_saved(folder):
             if debug_rank is not None:
                 hand_over_terminal()
-            job = Job(checked, folder, json_lines, resume, until, debug_rank=debug_rank)
+            job = Job(ready, folder, json_lines, resume, until, debug_rank=debug_rank)
             _run(worker.train_rank, job, ranks)
 
 
@@ -152,13 +150,13 @@ def verify(plan: PlanFile, nproc: Ranks = None, assignments: Set = None, json_li
     """Compare two float64 steps under the plan with the same in one process, on PyTorch; exit 1 where they differ."""
     with user_errors():
         os.environ.setdefault(DEVICE, "cpu")
-        tables = _read(plan, assignments)
-        _set_environment(tables, plan)
+        tables = read_tables(plan, assignments)
+        set_environment(tables, plan)
         if platform_name() != "torch":
             say(TORCH_ONLY)
             raise typer.Exit(1)
-        ranks = _prepare(tables, nproc)
-        result = _run(worker.verify_rank, Job(_checked(tables, ranks)), ranks)
+        ranks = prepare(tables, nproc)
+        result = _run(worker.verify_rank, Job(checked(tables, ranks)), ranks)
         if leads():
             _show_verified(result, json_lines=json_lines)
         if not result.passed:
@@ -185,22 +183,22 @@ def evaluate_plan(
 ) -> None:
     """Compute the loss of a checkpoint on data, over every token that counts; on any mesh but pp."""
     with user_errors():
-        tables = _read(plan, assignments)
-        _set_environment(tables, plan)
+        tables = read_tables(plan, assignments)
+        set_environment(tables, plan)
         newest = None if checkpoint is None else check_checkpoint(checkpoint)
         validation = tables.pop("validation", None)
         paths = data or (validation.get("paths") if isinstance(validation, dict) else None)
         if paths:
-            _override(tables, "data", "paths", list(paths))
+            override_value(tables, "data", "paths", list(paths))
             tables["data"].pop("weights", None)
-        ranks = _prepare(tables, nproc)
-        checked = _checked(tables, ranks, training=True)
-        if checked.mesh.pp > 1:
-            message = f"got {checked.mesh.pp}, but a model in stages is not evaluated"
+        ranks = prepare(tables, nproc)
+        ready = checked(tables, ranks, training=True)
+        if ready.mesh.pp > 1:
+            message = f"got {ready.mesh.pp}, but a model in stages is not evaluated"
             raise PlanError([Diagnostic("mesh.pp", message, "--set mesh.pp=1: a checkpoint loads on any mesh")])
         if newest is not None:
-            check_parts(checked, newest)
-        result = _run(worker.evaluate_rank, Job(checked, until=batches, checkpoint=newest), ranks)
+            check_parts(ready, newest)
+        result = _run(worker.evaluate_rank, Job(ready, until=batches, checkpoint=newest), ranks)
         if leads():
             shown = json.dumps(dataclasses.asdict(result)) if json_lines else None
             typer.echo(evaluation_text(result) if shown is None else shown)
@@ -225,8 +223,8 @@ def lint_plan(
 ) -> None:
     """Read the plan against its model without starting a rank; exit 1 where something is wrong."""
     with user_errors():
-        tables = _read(plan, assignments)
-        _set_environment(tables, plan, run_code=run_model_code)
+        tables = read_tables(plan, assignments)
+        set_environment(tables, plan, run_code=run_model_code)
         read, errors = read_plan(tables)
         report = examine(read, errors, nproc, run_model_code=run_model_code)
         diagnostics, notes = [*report.diagnostics, *check_run(read, report)], _notes(report, nproc)
@@ -251,7 +249,7 @@ def lint_plan(
 def show(plan: PlanFile, assignments: Set = None, json_lines: Json = False) -> None:
     """Print every value of the plan, and where it comes from: the file, the command line or the default."""
     with user_errors():
-        tables = _read(plan, assignments)
+        tables = read_tables(plan, assignments)
         read, diagnostics = read_plan(tables)
         if diagnostics:
             raise PlanError(diagnostics)
@@ -272,8 +270,8 @@ def show_data(
 ) -> None:
     """Print what a plan trains on, and of which tokens a loss is taken: in green, or in brackets without colours."""
     with user_errors():
-        tables = _read(plan, assignments)
-        _set_environment(tables, plan, run_code=False)
+        tables = read_tables(plan, assignments)
+        set_environment(tables, plan, run_code=False)
         read, diagnostics = read_plan(tables)
         if diagnostics:
             raise PlanError(diagnostics)
@@ -339,8 +337,8 @@ def slurm(
 ) -> None:
     """Write a script for sbatch that trains the plan, a rank a task of srun; it saves before its time limit."""
     with user_errors():
-        tables = _read(plan, assignments)
-        _set_environment(tables, plan)
+        tables = read_tables(plan, assignments)
+        set_environment(tables, plan)
         read, errors = read_plan(tables)
         report = examine(read, errors, run_model_code=True)
         request = Request(nodes, gpus_per_node, time, tuple(options or ()))
@@ -374,8 +372,8 @@ def schedule(
 ) -> None:
     """Simulate the plan's pipeline by counted costs, without starting a rank, and look for a faster order."""
     with user_errors():
-        tables = _read(plan, assignments)
-        _set_environment(tables, plan)
+        tables = read_tables(plan, assignments)
+        set_environment(tables, plan)
         read, errors = read_plan(tables)
         diagnostics = list(examine(read, errors, run_model_code=True).diagnostics)
         if not diagnostics and read.mesh.pp == 1:
@@ -423,32 +421,6 @@ def _spread(option: str, arguments: list[str]) -> list[str]:
     return spread
 
 
-def _read(plan: Path, assignments: Sequence[str] | None) -> dict[str, Any]:
-    """Read the tables of the plan's file, and set the command line's values."""
-    try:
-        return _with_folders(override(read_toml(plan), assignments or ()), plan)
-    except OSError as error:
-        beside = sorted(path.name for path in plan.resolve().parent.glob("*.toml") if path.name != "pyproject.toml")
-        hint = f"; {near_misses(plan.name, beside)}" if beside and isinstance(error, FileNotFoundError) else ""
-        raise SettingError(f"the plan {plan} can't be read: {error.strerror}{hint}") from None
-
-
-_FOLDERS = (("model", "path"), ("adapter", "weights"), ("objective", "reference"), ("data", "tokenizer"))
-
-
-def _with_folders(tables: dict[str, Any], plan: Path) -> dict[str, Any]:
-    """Name models, adapter and tokenizer in full: they lie beside the plan's file, or else in the working directory."""
-    for section, key in _FOLDERS:
-        table = tables.get(section)
-        if not isinstance(table, dict):
-            continue
-        named = table.get(key)
-        if isinstance(named, str) and (key, named) != ("tokenizer", "bytes"):
-            here, beside = Path(named), plan.parent / named
-            table[key] = str((here if here.exists() and not beside.exists() else beside).resolve())
-    return tables
-
-
 def _notes(report: Report, nproc: int | None) -> list[str]:
     """List notes besides diagnostics: what was not checked, and what this machine cannot hold."""
     if report.unread:
@@ -462,67 +434,6 @@ def _notes(report: Report, nproc: int | None) -> list[str]:
     return notes
 
 
-def _set_environment(tables: dict[str, Any], plan: Path, *, run_code: bool = True) -> None:
-    """Set the plan's platform, forbid downloads, and make modules in this folder and the plan's importable."""
-    wanted_platform()
-    if os.environ.get(DEVICE) not in (None, "", *KINDS):
-        _ = get_platform().devices.kind  # It says which kinds there are.
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore warns of each kind of device that a machine lacks.
-    run = tables.get("run")
-    named = run.get("platform") if isinstance(run, dict) else None
-    _check_installed(named if os.environ.get(PLATFORM) in (None, named) else None)
-    if named in PLATFORMS:
-        os.environ.setdefault(PLATFORM, named)
-    folders = [str(folder) for folder in (Path.cwd(), plan.parent.resolve()) if run_code]
-    sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # Ranks that are not forks of this process.
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, [*paths, *folders])))
-
-
-def _check_installed(named: str | None) -> None:
-    """Raise with what to install if the plan's framework, or every framework, is missing."""
-    missing = [name for name in PLATFORMS if name not in sys.modules and importlib.util.find_spec(name) is None]
-    if named in missing:
-        fix = f"run the command in an environment that has it, or: pip install 'hyper-parallel[{named}]'"
-        raise PlanError([Diagnostic("run.platform", f"the plan is for {named}, which is not installed here", fix)])
-    if missing == list(PLATFORMS):
-        extras = " or ".join(f"'hyper-parallel[{name}]'" for name in PLATFORMS)
-        raise ImportError(f"no framework is installed here: pip install {extras}")
-
-
-def _prepare(tables: dict[str, Any], nproc: int | None) -> int:
-    """Start loading the ranks' libraries while the plan is checked, and return the number of ranks."""
-    place = launcher_place()
-    if place is not None:
-        return place.world_size
-    read, diagnostics = read_plan(tables)
-    ranks = nproc or read.mesh.world_size
-    if not diagnostics:
-        launcher().start_server(read, ranks)
-    return ranks
-
-
-def _checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> ParallelPlan:
-    read, diagnostics = read_plan(tables)
-    report = examine(read, diagnostics, ranks, run_model_code=True)
-    diagnostics = list(report.diagnostics)
-    if training:
-        diagnostics += check_run(read, report)
-    devices = get_platform().devices
-    if devices.kind != "cpu" and not inside_launcher() and ranks > devices.count:
-        message = f"{ranks} ranks, but this machine has only {devices.count} {devices.kind} devices"
-        diagnostics.append(Diagnostic("mesh", message, "make the mesh smaller, or set HYPER_PARALLEL_DEVICE=cpu"))
-    elif report.model is not None and not inside_launcher():
-        shortage = memory_shortage(read, report.model, ranks)
-        if shortage is not None:
-            fix = "take a smaller model or dtype, or start the ranks on more machines (torchrun, msrun)"
-            diagnostics.append(Diagnostic("mesh", shortage, fix))
-    if diagnostics:
-        raise PlanError(diagnostics)
-    return read
-
-
 def _run(work: Callable[[Job], Any], job: Job, ranks: int) -> Any:
     """Run on new ranks, or on the rank that this process is, and return rank 0's result."""
     if inside_launcher():
@@ -530,32 +441,6 @@ def _run(work: Callable[[Job], Any], job: Job, ranks: int) -> Any:
     if sys.stderr.isatty():  # It takes seconds until a rank has something to show.
         typer.echo(f"starting {ranks} rank{'s' if ranks != 1 else ''}", err=True)
     return launcher().launch(work, job, ranks=ranks)[0]
-
-
-def _override(tables: dict[str, Any], section: str, key: str, value: Any) -> None:
-    table = tables.setdefault(section, {})
-    if isinstance(table, dict):  # Else lint says what is wrong with it.
-        table[key] = value
-
-
-def _name_folder(tables: dict[str, Any], plan: Path) -> None:
-    """Write into the plan where its function is looked for, so that the copy in the run's folder can be read."""
-    model = tables.get("model")
-    if isinstance(model, dict) and "function" in model:
-        model.setdefault("folder", str(plan.parent.resolve()))
-
-
-def _shorten(tables: dict[str, Any], assignments: Sequence[str], *, given: bool) -> None:
-    """Shorten the plan's warm-up to a number of steps from the command line that is smaller."""
-    set_keys = {each.partition("=")[0].strip() for each in assignments}
-    if not (given or "run.steps" in set_keys) or "schedule.warmup_steps" in set_keys:
-        return
-    steps, schedule = tables["run"]["steps"], tables.get("schedule")
-    warmup = schedule.get("warmup_steps") if isinstance(schedule, dict) else None
-    if isinstance(warmup, int) and isinstance(steps, int) and warmup > steps:
-        _override(tables, "schedule", "warmup_steps", steps)
-        if leads():
-            typer.echo(f"note: {steps} steps shorten schedule.warmup_steps, {warmup} in the plan, to {steps}", err=True)
 
 
 def _show_verified(result: VerifyResult, *, json_lines: bool) -> None:

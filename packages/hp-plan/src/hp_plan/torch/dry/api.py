@@ -21,7 +21,12 @@ _PRELOAD = ("hp_plan.torch.dry.api", "hp_plan.torch.library.pretrained")
 
 
 def dry_run(
-    plan: ParallelPlan, *, ranks: int | None = None, rank: int | None = None, memory: bool = False, kernels: bool = False
+    plan: ParallelPlan,
+    *,
+    ranks: int | None = None,
+    rank: int | None = None,
+    memory: bool = False,
+    kernels: bool = False,
 ) -> DryReport:
     """Play a plan's ranks on tensors without memory, and tell what each holds, computes and sends in a step.
 
@@ -102,9 +107,7 @@ def spread_over(plan: ParallelPlan, ranks: int) -> ParallelPlan:
         raise PlanError([Diagnostic("mesh.dp_shard", message, f"take a multiple of {others}")])
     shards = ranks // others
     samples: Any = plan.data.batch_size // mesh.dp_shard * shards
-    return replace(
-        plan, mesh=replace(mesh, dp_shard=shards), data=replace(plan.data, batch_size=samples)
-    )
+    return replace(plan, mesh=replace(mesh, dp_shard=shards), data=replace(plan.data, batch_size=samples))
 
 
 __all__: Sequence[str] = ("dry_run",)

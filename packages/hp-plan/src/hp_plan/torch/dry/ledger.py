@@ -211,7 +211,9 @@ class Ledger(TorchDispatchMode):
 
     def _assume(self, what: str) -> None:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_globals["__name__"] in _OWN):
+        while frame is not None and (
+            frame.f_code.co_filename.startswith(_TORCH) or frame.f_globals["__name__"] in _OWN
+        ):
             frame = frame.f_back
         place = "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
         self.assumed[what, place] += 1
@@ -250,7 +252,9 @@ def kernel_key(func: Any, args: Any, kwargs: Any) -> str:
         kwargs: its keyword arguments.
     """
     parts = [_of_argument(each) for each in args]
-    parts += [f"{name}={_of_argument(each)}" for name, each in sorted(kwargs.items()) if name not in ("device", "layout")]
+    parts += [
+        f"{name}={_of_argument(each)}" for name, each in sorted(kwargs.items()) if name not in ("device", "layout")
+    ]
     return f"{func}({', '.join(parts)})"
 
 
