@@ -21,6 +21,7 @@ from hp_moe.mindspore.balance import recomputes as recomputes
 from hp_moe.mindspore.exchange import Combined, Exchange, Gathered, Grouped, Repeated, Scattered, Spread, Summed, taken
 from hp_moe.port import Traits
 from hp_moe.routes.dispatch import Sources
+from hp_moe.routes.forced import forced_counts
 from hp_platform import get_platform
 
 Numbers = np.ndarray
@@ -79,6 +80,9 @@ def pinned(out: Tensor, chosen: Tensor, name: str) -> Tensor:
 def slots(chosen: Tensor, table: tuple[int, ...]) -> tuple[Numbers, Numbers]:
     """Look numbers up in a table; count those that are none of its places."""
     numbers = chosen.asnumpy()
+    counts = forced_counts(*numbers.shape, len(table))
+    if counts is not None:
+        numbers = np.repeat(np.arange(len(table)), counts).reshape(numbers.shape[::-1]).T
     unknown = (numbers < 0) | (numbers >= len(table))
     return np.asarray(table, np.int64)[np.where(unknown, 0, numbers).reshape(-1)], unknown.sum()
 

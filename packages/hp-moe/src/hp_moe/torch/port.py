@@ -13,6 +13,7 @@ from torch import nn
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement
 from hp_dtensor.torch.extend import distribute_parameter
 from hp_moe.port import Traits, Transfer
+from hp_moe.routes.forced import forced_counts
 from hp_moe.torch import pieces
 from hp_moe.torch.balance import recomputes as recomputes
 from hp_moe.torch.exchange import Combined, Pinned, Recomputed, Repeated, Spread, Summed, SwiGlu
@@ -70,11 +71,18 @@ def pinned(out: T, chosen: T, name: str) -> T:
 # ---- numbers ----
 def slots(chosen: T, table: tuple[int, ...]) -> tuple[T, T]:
     """Look numbers up in a table; count those that are none of its places."""
+    counts = forced_counts(*chosen.shape, len(table))
+    if counts is not None:
+        flat = torch.repeat_interleave(torch.arange(len(table)), torch.tensor(counts), output_size=chosen.numel())
+        routes = flat.view(chosen.shape[1], chosen.shape[0]).t()  # an expert's tokens are different ones
+        chosen = routes.contiguous() if chosen.is_meta else routes.to(chosen.device)  # without memory on the host
     unknown = (chosen < 0) | (chosen >= len(table))
     return _table(table, chosen.device)[chosen.masked_fill(unknown, 0).flatten()], unknown.sum()
 
 
 def not_finite(values: T) -> T:
+    if values.is_meta:  # a tensor without values has none that is not finite
+        return torch.zeros((), dtype=torch.int64)
     return values.detach().isfinite().logical_not().sum()  # `isfinite` saves its input for backward
 
 

@@ -101,7 +101,7 @@ def dry_world(size: int, rank: int, *, peers: Peers | None = None, averages: boo
         port.collectives, port.devices = _collectives(spoken, averages), _devices()
         checked.renew()
         _register_attention(library)
-        with torch.device(_META), _Values(), _without_autocast():
+        with _Values(), _without_autocast():
             yield
     finally:
         port.collectives, port.devices = before
@@ -144,16 +144,26 @@ def _collectives(peers: Peers, averages: bool) -> Any:
                 tensor.copy_(told(tensor, group)[group_src])
         return _DONE if async_op else None
 
-    def nothing(*args: Any) -> Handle | None:
-        refuse_values(args[0])
-        return _DONE if args[-1] else None
+    def reduce_scatter(output: T, tensor: T, op: str, group: Any, async_op: bool) -> Handle | None:
+        if not output.is_meta:
+            whole = tensor.clone()
+            all_reduce(whole, op, group, False)
+            with torch.no_grad():
+                output.view(-1).copy_(whole.view(group.size(), -1)[group.rank()])
+        return _DONE if async_op else None
 
-    def refuse_values(tensor: T) -> None:
-        if not tensor.is_meta:
-            raise NotImplementedError(
-                f"a dry world can't exchange a host tensor of shape {tuple(tensor.shape)} and {tensor.dtype}: tell host"
-                " numbers with share_numbers"
-            )
+    def all_to_all(
+        output: T, tensor: T, received: list[int], sent: list[int], group: Any, async_op: bool
+    ) -> Handle | None:
+        """Take what each peer would send here: what this rank keeps for itself, as often as it fits."""
+        if not output.is_meta and output.numel():
+            size, rank = group.size(), group.rank()
+            sizes = sent or [len(tensor) // size] * size
+            own = tensor.split(sizes)[rank]
+            pieces = [own.repeat(-(-count // max(len(own), 1)))[:count] for count in received or sizes]
+            with torch.no_grad():
+                output.copy_(torch.cat(pieces))
+        return _DONE if async_op else None
 
     def send(tensor: T, dst: int, group: Any, tag: int, async_op: bool) -> Handle | None:
         if not tensor.is_meta:
@@ -169,8 +179,8 @@ def _collectives(peers: Peers, averages: bool) -> Any:
     played: dict[str, Callable[..., Any]] = {
         "all_reduce": all_reduce,
         "all_gather": all_gather,
-        "reduce_scatter": nothing,
-        "all_to_all": nothing,
+        "reduce_scatter": reduce_scatter,
+        "all_to_all": all_to_all,
         "broadcast": broadcast,
         "send": send,
         "recv": recv,

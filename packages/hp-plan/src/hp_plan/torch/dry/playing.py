@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hp_moe.extend import Counts, balanced, forced_routes
 from hp_plan.application import apply
 from hp_plan.plan import ParallelPlan, data_parallel_rows
 from hp_plan.torch.build import build_model, build_objective, build_optimizer
@@ -102,7 +103,14 @@ def without_collector() -> Iterator[None]:
 
 @contextmanager
 def dry(
-    plan: ParallelPlan, rank: int, *, steps: int = 3, peers: Peers | None = None, averages: bool = False, **read: bool
+    plan: ParallelPlan,
+    rank: int,
+    *,
+    steps: int = 3,
+    peers: Peers | None = None,
+    routes: Counts = balanced,
+    averages: bool = False,
+    **read: bool,
 ) -> Iterator[Played]:
     """Play a rank's first steps without memory.
 
@@ -111,10 +119,12 @@ def dry(
         rank: the one to play.
         steps: how many steps; the third is like those that follow.
         peers: what other ranks say; None is the same as this one.
+        routes: how many tokens each expert gets.
         averages: the backend averages by itself.
         read: what the ledger reads beside storages: `kernels`, `modules`.
     """
-    with dry_world(plan.mesh.world_size, rank, peers=peers, averages=averages), without_collector():
+    world = dry_world(plan.mesh.world_size, rank, peers=peers, averages=averages)
+    with world, without_collector(), forced_routes(routes):
         ledger = Ledger(("meta", "cpu"), **read)
         played = Played(plan, ledger, torch.device("meta"))
         for number in range(steps):
