@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from hp_platform import collectives, groups
 from hp_platform.failures.peers import LostRankError
-from hp_platform.port import Group, port
+from hp_platform.port import Group, Tensor, port
 
 _DIGEST = 16
 _SHORT = 64  # bytes of a payload that is sent with its digest
@@ -159,6 +159,25 @@ def reduce_numbers(numbers: Sequence[int | float], op: Literal["sum", "max", "mi
     tensor = own.from_numbers(numbers, group)
     collectives.all_reduce(tensor, op, group=group)
     return own.to_numbers(tensor)
+
+
+def bytes_to_tensor(data: bytes, group: Group) -> Tensor:
+    """Return a tensor of bytes where a group communicates, to be sent to one rank or received from it.
+
+    Args:
+        data: what is sent, or as many bytes as are received.
+        group: the group.
+    """
+    return port().collectives.from_bytes(data, group)
+
+
+def tensor_to_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor of `bytes_to_tensor`.
+
+    Args:
+        tensor: that has been received.
+    """
+    return port().collectives.to_bytes(tensor)
 
 
 def _broadcast(payload: bytes, sender: int, group: Group) -> bytes:
