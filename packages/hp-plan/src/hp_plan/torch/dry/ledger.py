@@ -246,7 +246,9 @@ def kernel_key(func: Any, args: Any, kwargs: Any) -> str:
         kwargs: its keyword arguments.
     """
     parts = [_of_argument(each) for each in args]
-    parts += [f"{name}={_of_argument(each)}" for name, each in sorted(kwargs.items()) if name not in ("device", "layout")]
+    parts += [
+        f"{name}={_of_argument(each)}" for name, each in sorted(kwargs.items()) if name not in ("device", "layout")
+    ]
     return f"{func}({', '.join(parts)})"
 
 
