@@ -1,13 +1,14 @@
-"""Ranks that tell each other short texts, and raise together."""
+"""Ranks that tell each other short texts and numbers, and raise together."""
 
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 
 from hp_platform import LostRankError, count_collectives, get_platform
-from hp_platform.extend import agree, describe, gather_bytes, share_bytes
+from hp_platform.extend import agree, describe, gather_bytes, reduce_numbers, share_bytes, share_numbers
 from hp_testing import on_ranks
 
 LONG = 1000
@@ -41,6 +42,37 @@ def test_equal_payloads_are_sent_as_one_digest():
     with count_collectives() as counts:
         share_bytes(b"same" * LONG if rank else b"other" * LONG, group)
     assert counts == {"all_gather": 1, "broadcast": 2}
+
+
+@on_ranks(3)
+def test_numbers_of_each_rank_come_to_all_ranks_exactly():
+    group, rank = group_and_rank()
+    with count_collectives() as counts:
+        rows = share_numbers([2**62 + rank, 0.1 * rank, rank == 1, -math.inf], group)
+    assert counts == {"all_gather": 1}
+    assert rows == [[2**62 + each, 0.1 * each, each == 1, -math.inf] for each in range(3)]
+    assert [type(each) for each in rows[0]] == [int, float, int, float]
+    assert share_numbers([], group) == [[], [], []]
+
+
+@on_ranks(3)
+def test_numbers_are_reduced_place_by_place():
+    group, rank = group_and_rank()
+    with count_collectives() as counts:
+        most = reduce_numbers([2**62 + rank, -rank], "max", group)
+    assert counts == {"all_reduce": 1}
+    assert most == [2**62 + 2, 0]
+    assert reduce_numbers([2**53 + rank], "sum", group) == [3 * 2**53 + 3]
+    assert reduce_numbers([2**-40 + rank, 1], "sum", group) == [3 + 3 * 2**-40, 3.0]
+    assert reduce_numbers([0.1 * rank + 1.0], "min", group) == [1.0]
+    assert reduce_numbers([], "sum", group) == []
+
+
+def test_a_rank_alone_has_its_own_numbers():
+    with count_collectives() as counts:
+        assert share_numbers([2**62, 0.5], None) == [[2**62, 0.5]]
+        assert reduce_numbers([2**62, 7], "min", None) == [2**62, 7]
+    assert not counts
 
 
 @on_ranks(3)

@@ -20,7 +20,7 @@ from hp_dtensor.layout.spec import Layout, TensorSpec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.rules.factors import Solution, solve
 from hp_dtensor.rules.library import RULES
-from hp_platform.extend import list_leaves, share_bytes
+from hp_platform.extend import list_leaves, share_bytes, share_numbers
 
 
 class LocalMapError(ValueError, AssertionError):
@@ -227,8 +227,7 @@ def _from_local(value: Any, mesh: DeviceMesh, placements: Any, uneven: bool, wha
     if not (uneven and axes):
         return from_local(value, mesh, placements)
     for axis, dim in reversed(axes):
-        sizes = share_bytes(shape[dim].to_bytes(8, "little"), mesh.get_group(axis))
-        shape[dim] = sum(int.from_bytes(each, "little") for each in sizes)
+        shape[dim] = sum(size for (size,) in share_numbers([shape[dim]], mesh.get_group(axis)))
     expected = TensorSpec.of(mesh, placed, tuple(shape)).local_shape
     fault = b"" if expected == own else f"rank {mesh.get_rank()} has {own} and not {expected}".encode()
     for axis in range(len(placed)):

@@ -11,7 +11,6 @@ Note [Norms by blocks]
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -22,6 +21,7 @@ from hp_dtensor.extend import TensorSpec, axis_within, in_one_root, slice_of
 from hp_fsdp import port
 from hp_fsdp.groups.managed_params import BLOCK, spec_of
 from hp_platform import collectives, get_platform
+from hp_platform.extend import share_numbers
 
 
 def global_grad_norm(
@@ -159,9 +159,7 @@ def _over_group(total: Any, pairs: Sequence[tuple[Any, Any]], framework: port.Gr
     """
     double = str(framework.dtype_of(pairs)).lower().endswith("float64")
     limit = -1.0 if call.max_norm is None else call.max_norm
-    own = [framework.number(total), call.norm_type, limit, float(double)]
-    rows = framework.gather([_bits(number) for number in own], call.group)
-    numbers = [[_number(bits) for bits in row] for row in rows]
+    numbers = share_numbers([framework.number(total), call.norm_type, limit, double], call.group)
     calls = [str(replace(call, norm_type=row[1], max_norm=None if row[2] == -1 else row[2])) for row in numbers]
     if len(set(calls)) > 1:
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
@@ -169,14 +167,6 @@ def _over_group(total: Any, pairs: Sequence[tuple[Any, Any]], framework: port.Gr
     sums = [row[0] for row in numbers]
     result = math.nan if any(map(math.isnan, sums)) else max(sums) if math.isinf(call.norm_type) else sum(sums)
     return framework.of_number(result, any(row[3] for row in numbers), pairs)
-
-
-def _bits(number: float) -> int:
-    return struct.unpack("<q", struct.pack("<d", number))[0]
-
-
-def _number(bits: int) -> float:
-    return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
 def _power_sum_of_blocks(

@@ -177,10 +177,6 @@ class ModelStates(Protocol):
         """Tell whether a tensor of the model can be written."""
         ...
 
-    def largest(self, numbers: Sequence[int], mesh: DeviceMesh, groups: Sequence[Any]) -> list[int]:
-        """Return the largest of the ranks' numbers, element by element; wait for all ranks of the groups."""
-        ...
-
     def laid_out_like(self, target: Any, value: Any) -> Any:
         """Return this rank's part of a value as a tensor in the target's layout."""
         ...
@@ -286,10 +282,6 @@ class GradNorms(Protocol):
 
     def number(self, total: Any) -> float:
         """Return a sum as a number; it waits for the device."""
-        ...
-
-    def gather(self, numbers: Sequence[int], group: Any) -> list[list[int]]:
-        """Return the 64-bit integers of each rank of a group."""
         ...
 
     def of_number(self, number: float, double: bool, pairs: Sequence[tuple[Any, Any]]) -> Any:

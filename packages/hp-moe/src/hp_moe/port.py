@@ -162,10 +162,6 @@ class Port(Protocol):
         """Begin to exchange integers with all ranks; return what waits, and returns those sent and received."""
         ...
 
-    def summed_numbers(self, numbers: Sequence[int], group: Any) -> list[int]:
-        """Add integers up over the ranks of a group."""
-        ...
-
     def positions(self, blocks: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
         """List the numbers of blocks (first, count), one after the other, on the device of a tensor."""
         ...

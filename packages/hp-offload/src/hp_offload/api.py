@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar
 from hp_offload.planning import BudgetError, plan_memory
 from hp_offload.port import Tensor, link, port
 from hp_offload.saved import CheckpointPolicy, MemoryPlan, Saved, size
-from hp_platform.extend import own_rank
+from hp_platform import get_platform
+from hp_platform.extend import own_rank, reduce_numbers
 
 M = TypeVar("M")
 Policy = Callable[..., Any]
@@ -335,8 +336,10 @@ def _shared_plan(saved: Sequence[Saved], budget: int, bandwidth: float, in_fligh
     # Every rank has the same number of codes: a failure is the one after the policies', and then the least budget.
     own = [plan.policies.get(each.site, CheckpointPolicy.MUST_SAVE) for each in saved]
     least = failure.least if isinstance(failure, BudgetError) else 0
-    codes = port().share([*own, int(failure is not None), least])
-    *codes, failed, least = codes
+    groups = get_platform().groups
+    first = [*own, int(failure is not None), least] if own_rank() == 0 else [0] * (len(own) + 2)
+    group = groups.default_group() if groups.is_initialized() else None
+    *codes, failed, least = reduce_numbers(first, "sum", group)
     if failure is not None:
         raise failure
     if failed:

@@ -136,10 +136,6 @@ class Port(Protocol):
         """Call an action once, with the arguments of the model's first call with gradients, before that call."""
         ...
 
-    def share(self, codes: list[int]) -> list[int]:
-        """Return rank 0's codes on every rank; their number is the same everywhere."""
-        ...
-
     def apply(self, model: Module, plan: MemoryPlan) -> None:
         """Let the blocks of a model follow a plan."""
         ...

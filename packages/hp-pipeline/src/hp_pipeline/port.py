@@ -109,17 +109,9 @@ class Port(Protocol):
 
     def empty(self, description: Any, device: Any) -> Tensor: ...
 
-    def from_bytes(self, data: bytes, device: Any) -> Tensor:
-        """Return a tensor of bytes."""
+    def of_one_element(self, device: Any) -> Tensor:
+        """Return a tensor of one element, whatever its value."""
         ...
-
-    def to_bytes(self, tensor: Tensor) -> bytes: ...
-
-    def numbers(self, values: Sequence[int], device: Any) -> Tensor:
-        """Return a tensor of 64-bit integers."""
-        ...
-
-    def to_numbers(self, tensor: Tensor) -> list[int]: ...
 
     def sendable(self, tensor: Tensor) -> Tensor:
         """Return the values in contiguous memory, without their graph."""

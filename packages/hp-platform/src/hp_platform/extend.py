@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from hp_platform.communication.agreement import agree, describe, gather_bytes, share_bytes
+from hp_platform.communication.agreement import (
+    agree,
+    bytes_to_tensor,
+    describe,
+    gather_bytes,
+    reduce_numbers,
+    share_bytes,
+    share_numbers,
+    tensor_to_bytes,
+)
 from hp_platform.communication.checks import attribute_to, attributed_modules, observers
 from hp_platform.failures.debugging import TERMINAL, inspect_error, open_debugger
 from hp_platform.failures.flight import Flight, beating, note_step, read_flight, record_flight
@@ -58,6 +67,7 @@ __all__ = [
     "attribute_to",
     "attributed_modules",
     "beating",
+    "bytes_to_tensor",
     "describe",
     "describe_hang",
     "end_with_parent",
@@ -83,12 +93,15 @@ __all__ = [
     "process_state",
     "read_flight",
     "record_flight",
+    "reduce_numbers",
     "say_once",
     "send_signal",
     "speaks_for_ranks",
     "share_bytes",
+    "share_numbers",
     "subtrees",
     "tell_torchrun",
+    "tensor_to_bytes",
     "wanted_platform",
     "watch_parent",
     "when_groups_end",

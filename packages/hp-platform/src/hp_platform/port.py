@@ -96,6 +96,14 @@ class Collectives(Protocol):
         """Return the bytes of such a tensor."""
         ...
 
+    def from_numbers(self, numbers: Sequence[int | float], group: Group) -> Tensor:
+        """Make a tensor of 64-bit integers, or of float64 if any number is a float, where the group communicates."""
+        ...
+
+    def to_numbers(self, tensor: Tensor) -> list[Any]:
+        """Return the numbers of such a tensor."""
+        ...
+
     def averages(self, tensor: Tensor, group: Group) -> bool:
         """Tell whether the backend averages by itself; where not, sums are divided."""
         ...

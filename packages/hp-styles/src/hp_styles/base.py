@@ -11,6 +11,7 @@ from typing import Any
 import hp_dtensor
 from hp_dtensor import DeviceMesh, Placement, Shard
 from hp_dtensor.extend import kind_of, local_shape
+from hp_platform.extend import share_numbers
 from hp_styles import port
 
 _STEPS = frozenset(
@@ -169,10 +170,11 @@ def shapes_of_ranks(values: Sequence[Any | None], mesh: DeviceMesh) -> list[list
     """
     shapes = [() if value is None else tuple(value.shape[:_DIMS]) for value in values]
     numbers = [n for shape in shapes for n in (*shape, *[-1] * (_DIMS - len(shape)))]
-    gathered = port.modules().gather_numbers(numbers, mesh, next(value for value in values if value is not None))
-    if gathered is None:
+    if port.modules().runs_again():
         return None
-    each = [tuple(n for n in gathered[i : i + _DIMS] if n >= 0) for i in range(0, len(gathered), _DIMS)]
+    for axis in reversed(range(mesh.ndim)):
+        numbers = [n for row in share_numbers(numbers, mesh.get_group(axis)) for n in row]
+    each = [tuple(n for n in numbers[i : i + _DIMS] if n >= 0) for i in range(0, len(numbers), _DIMS)]
     return [each[i : i + len(values)] for i in range(0, len(each), len(values))]
 
 

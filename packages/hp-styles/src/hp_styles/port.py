@@ -89,8 +89,8 @@ class Modules(Protocol):
         """Let `hp_styles.inputs` know where a call of the module begins and ends."""
         ...
 
-    def gather_numbers(self, numbers: Sequence[int], mesh: DeviceMesh, like: Tensor) -> list[int] | None:
-        """Gather as many numbers of each rank, on the device of `like`; None where autograd runs a module again."""
+    def runs_again(self) -> bool:
+        """Tell whether autograd runs a module again, with what ranks have compared."""
         ...
 
     def run_replicated(self, module: Module, mesh: DeviceMesh) -> None:

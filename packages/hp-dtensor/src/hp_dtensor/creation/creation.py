@@ -12,7 +12,7 @@ from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, kind_o
 from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, grad_spec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
 from hp_platform import get_platform
-from hp_platform.extend import when_groups_end
+from hp_platform.extend import reduce_numbers, when_groups_end
 
 
 class GraphError(ValueError, RuntimeError):
@@ -152,16 +152,14 @@ def check_part(local: tuple[int, ...], spec: TensorSpec) -> None:
         )
 
 
-def check_ranks(
-    spec: TensorSpec, dtype: Any, requires_grad: bool, agree: Callable[[Sequence[int] | None, Any], bool]
-) -> None:
+def check_ranks(spec: TensorSpec, dtype: Any, requires_grad: bool, same_values: Callable[[Any], bool]) -> None:
     """Compare shapes and dtypes over all ranks, and replicated values over the axis; communicates.
 
     Args:
         spec: the layout of the future DTensor.
         dtype: the local tensor's dtype, compared as text.
         requires_grad: the local tensor's.
-        agree: tells whether all ranks of a group have the same numbers; None stands for the local tensor's values.
+        same_values: tells whether the local tensors of all ranks of a group have the same values.
 
     Raises:
         ValueError: ranks disagree.
@@ -171,12 +169,12 @@ def check_ranks(
     for axis in range(spec.mesh.ndim):
         group = spec.mesh.get_group(axis)
         for what, numbers in (("the global shape", shape), ("the dtype or requires_grad", kind)):
-            if not agree(numbers, group):
+            if reduce_numbers(numbers, "min", group) != reduce_numbers(numbers, "max", group):
                 raise ValueError(
                     f"from_local: ranks along axis {axis} disagree on {what}; this rank has shape {spec.shape},"
                     f" {dtype}, requires_grad={requires_grad}"
                 )
-        if spec.placements[axis].is_replicate() and not agree(None, group):
+        if spec.placements[axis].is_replicate() and not same_values(group):
             raise ValueError(
                 f"from_local: values differ between ranks along axis {axis}, where the placement is Replicate()"
             )

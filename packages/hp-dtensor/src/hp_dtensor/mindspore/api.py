@@ -61,14 +61,14 @@ def _check(local: Tensor, spec: TensorSpec) -> None:
     """Compare shapes and dtypes over all ranks, and replicated values over the axis; communicates."""
     collectives = get_platform().collectives
 
-    def agree(numbers: Sequence[int] | None, group: Any) -> bool:
-        value = ops.stop_gradient(local).contiguous() if numbers is None else Tensor(list(numbers), mindspore.int64)
+    def same_values(group: Any) -> bool:
+        value = ops.stop_gradient(local).contiguous()
         low, high = value.copy(), value.copy()
         collectives.all_reduce(low, "min", group=group)
         collectives.all_reduce(high, "max", group=group)
         return bool((low == high).all())
 
-    check_ranks(spec, local.dtype, grad_enabled() and bool(local._requires_grad), agree)
+    check_ranks(spec, local.dtype, grad_enabled() and bool(local._requires_grad), same_values)
 
 
 def check_whole(tensor: Tensor) -> str:

@@ -102,14 +102,13 @@ def _check(local: torch.Tensor, spec: TensorSpec) -> None:
     """Compare shapes and dtypes over all ranks, and replicated values over the axis; communicates."""
     collectives = get_platform().collectives
 
-    def agree(numbers: Sequence[int] | None, group: Any) -> bool:
-        value = local.detach() if numbers is None else torch.tensor(numbers, dtype=torch.int64, device=local.device)
-        low, high = value.contiguous().clone(), value.contiguous().clone()
+    def same_values(group: Any) -> bool:
+        low, high = local.detach().contiguous().clone(), local.detach().contiguous().clone()
         collectives.all_reduce(low, "min", group=group)
         collectives.all_reduce(high, "max", group=group)
         return torch.equal(low, high)
 
-    check_ranks(spec, local.dtype, local.requires_grad, agree)
+    check_ranks(spec, local.dtype, local.requires_grad, same_values)
 
 
 def check_whole(tensor: torch.Tensor) -> str:

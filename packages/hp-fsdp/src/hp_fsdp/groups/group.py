@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from time import perf_counter_ns
@@ -11,13 +12,10 @@ from hp_dtensor import DeviceMesh
 from hp_fsdp.axes import DataAxes, PostForwardRanks
 from hp_fsdp.groups.managed_params import find_parameters, ignore, is_copy
 from hp_fsdp.steps.order import ExecutionOrder
-from hp_platform.extend import attribute_to
+from hp_platform.extend import attribute_to, reduce_numbers
 
 if TYPE_CHECKING:
     from hp_fsdp.options import BucketPlan, GroupOptions
-import hashlib
-
-from hp_fsdp.port import model_states
 
 
 def check_alike(groups: Sequence[Any], axes: DataAxes) -> None:
@@ -75,8 +73,7 @@ def _extremes(number: int, axes: DataAxes) -> tuple[int, int]:
 
 def _largest(numbers: Sequence[int], axes: DataAxes) -> list[int]:
     """Return the largest of the ranks' numbers, element by element; wait for all ranks of the axes."""
-    lines = ((axes.shard_group, axes.shard_size), (axes.replicate_group, axes.replicate_size))
-    return model_states().largest(numbers, axes.mesh, [group for group, size in lines if size > 1])
+    return reduce_numbers(reduce_numbers(numbers, "max", axes.shard_group), "max", axes.replicate_group)
 
 
 def _described(group: Any) -> str:

@@ -23,7 +23,6 @@ from hp_fsdp.mindspore.module import HSDPModule, refuse_rewriting, shard_class
 from hp_fsdp.mindspore.optimizers import watch_optimizers
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.port import Anatomy
-from hp_platform import collectives, get_platform
 
 Pairs = Sequence[tuple[Any, Any]]
 
@@ -76,13 +75,6 @@ def nonzero(gradients: Sequence[Any], dtype: Any, pairs: Pairs, mesh: DeviceMesh
 
 def number(total: Tensor) -> float:
     return float(total.asnumpy().reshape(()))
-
-
-def gather(numbers: Sequence[int], group: Any) -> list[list[int]]:
-    own = Tensor(np.array(numbers, np.int64))
-    everyone = Tensor(np.zeros(get_platform().groups.size(group) * len(numbers), np.int64))
-    collectives.all_gather(everyone, own, group=group)
-    return everyone.asnumpy().reshape(-1, len(numbers)).tolist()
 
 
 def of_number(number: float, double: bool, pairs: Pairs) -> Tensor:

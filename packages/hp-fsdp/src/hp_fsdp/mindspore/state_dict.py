@@ -18,7 +18,7 @@ from hp_dtensor import Replicate
 from hp_dtensor.extend import TensorSpec
 from hp_dtensor.mindspore.extend import DTensor, autograd, execute, local_mode, local_view, set_local, wrap
 from hp_fsdp.groups.managed_params import groups_in, spec_of
-from hp_fsdp.mindspore.groups.parameter import copy_range, largest, on_host, to_device, to_host
+from hp_fsdp.mindspore.groups.parameter import copy_range, on_host, to_device, to_host
 from hp_fsdp.port import Broadcaster
 from hp_fsdp.state_dict.model import pieces_along, ragged_axis
 from hp_platform import get_platform
@@ -31,7 +31,6 @@ __all__ = [
     "has_memory",
     "incompatible_keys",
     "laid_out_like",
-    "largest",
     "takes_own_shape_only",
     "is_tensor",
     "load_extra",

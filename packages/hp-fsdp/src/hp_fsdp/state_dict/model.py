@@ -12,6 +12,7 @@ from hp_dtensor.extend import TensorSpec
 from hp_fsdp.groups.managed_params import spec_of
 from hp_fsdp.port import Broadcaster, ModelStates, model_states
 from hp_platform import get_platform
+from hp_platform.extend import reduce_numbers
 
 Entries = list[tuple[str, Any, Any]]
 """Names, the model's tensors, and the values to load into them."""
@@ -53,8 +54,10 @@ def _stop_together(tensors: Entries, faults: list[str], port: ModelStates) -> No
         spec for _, target, value in tensors if (spec := spec_of(value)) is not None and spec is not spec_of(target)
     ]
     for mesh in dict.fromkeys(spec.mesh for spec in moved):
-        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        if port.largest([int(bool(faults))], mesh, groups)[0] and not faults:
+        some = [int(bool(faults))]
+        for axis in range(mesh.ndim):
+            some = reduce_numbers(some, "max", mesh.get_group(axis))
+        if some[0] and not faults:
             raise RuntimeError("load_state_dict: another rank got tensors that do not fit; its error tells which")
 
 

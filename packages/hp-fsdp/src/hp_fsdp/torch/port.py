@@ -24,7 +24,7 @@ from hp_fsdp.torch.groups.parameter import ManagedParameter
 from hp_fsdp.torch.module import HSDPModule, shard_class
 from hp_fsdp.torch.optimizers import watch_optimizers
 from hp_fsdp.torch.steps.context import RootGroup, hsdp_sync_stream
-from hp_platform import collectives, get_platform
+from hp_platform import get_platform
 
 Pairs = Sequence[tuple[Any, Any]]
 unrecorded = torch.no_grad
@@ -78,16 +78,6 @@ def nonzero(gradients: Sequence[Any], dtype: torch.dtype, pairs: Pairs, mesh: De
 
 def number(total: torch.Tensor) -> float:
     return total.item()
-
-
-def gather(numbers: Sequence[int], group: Any) -> list[list[int]]:
-    platform = get_platform()
-    host = platform.groups.backend(group) in ("gloo", "fake")
-    device = torch.device("cpu") if host else platform.devices.current_device()
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    everyone = own.new_empty(platform.groups.size(group) * len(numbers))
-    collectives.all_gather(everyone, own, group=group)
-    return everyone.view(-1, len(numbers)).tolist()
 
 
 def of_number(number: float, double: bool, pairs: Pairs) -> torch.Tensor:

@@ -23,7 +23,7 @@ from hp_dtensor.torch.extend import DTensor, execute, local_view, wrap
 from hp_fsdp.groups.managed_params import groups_in, spec_of
 from hp_fsdp.port import Broadcaster
 from hp_fsdp.state_dict.model import pieces_along, ragged_axis
-from hp_fsdp.torch.groups.communication import largest, transport
+from hp_fsdp.torch.groups.communication import transport
 from hp_platform import collectives
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "has_memory",
     "incompatible_keys",
     "laid_out_like",
-    "largest",
     "takes_own_shape_only",
     "is_tensor",
     "load_extra",

@@ -6,9 +6,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hp_moe.port import port
 from hp_moe.routes.dispatch import DISPATCHERS
 from hp_platform import get_platform
+from hp_platform.extend import reduce_numbers
 
 
 def check_router(
@@ -68,7 +68,7 @@ def check_counted_together(function: str, model: Any, layers: Mapping[str, int],
     ranks, total, squares = 1, number, number**2
     if groups.is_initialized():
         group = groups.default_group() if group is None else group
-        ranks, total, squares = port().summed_numbers([1, number, number**2], group)
+        ranks, total, squares = reduce_numbers([1, number, number**2], "sum", group)
     if ranks * squares != total**2:
         own = ", ".join(name or "the model itself" for name in layers) or "none"
         raise ValueError(

@@ -11,6 +11,7 @@ from mindspore.graph.api import _pynative_executor
 
 from hp_moe.layer.checks import check_counted_together
 from hp_platform import get_platform
+from hp_platform.extend import reduce_numbers
 
 
 def add_counts(layer: Any, counts: np.ndarray) -> None:
@@ -29,13 +30,12 @@ def update_expert_bias(moe: nn.Cell, lr: float = 1e-3, *, group: Any = None) -> 
     layers = dict(_layers(moe))
     sizes = {name: len(layer.tokens_per_expert) for name, layer in layers.items()}
     check_counted_together("update_expert_bias", moe, sizes, "MoE inside, which has biases to update.", group)
-    groups, collectives = get_platform().groups, get_platform().collectives
-    counts = Tensor(np.concatenate([layer.tokens_per_expert for layer in layers.values()]))
+    groups, at = get_platform().groups, 0
+    counts = np.concatenate([layer.tokens_per_expert for layer in layers.values()]).tolist()
     if groups.is_initialized():
-        collectives.all_reduce(counts, group=groups.default_group() if group is None else group)
-    numbers, at = counts.asnumpy(), 0
+        counts = reduce_numbers(counts, "sum", groups.default_group() if group is None else group)
     for layer in layers.values():
-        own = numbers[at : at + len(layer.tokens_per_expert)]
+        own = np.array(counts[at : at + len(layer.tokens_per_expert)])
         at += len(own)
         changed = layer.expert_bias.asnumpy() + lr * np.sign(own.sum() - own * len(own)).astype(np.float32)
         layer.expert_bias.set_data(Tensor(changed.astype(np.float32)))
@@ -53,9 +53,7 @@ def balance_loss(scores: Tensor, counts: Any, top_k: int, group: Any = None) -> 
     tokens, size = scores.shape[0], 1
     if group is not None:
         size = get_platform().groups.size(group)
-        together = Tensor(np.append(counts, tokens).astype(np.int64))
-        get_platform().collectives.all_reduce(together, group=group)
-        *counts, tokens = together.asnumpy().tolist()
+        *counts, tokens = reduce_numbers([*counts, tokens], "sum", group)
     shares = Tensor((np.asarray(counts) / (tokens * top_k)).astype(np.float64)).astype(scores.dtype)
     means = mint.sum(scores / mint.sum(scores, -1, keepdim=True), 0) / tokens
     return size * scores.shape[1] * mint.sum(shares * means)

@@ -130,12 +130,6 @@ def _exchanged(numbers: Numbers, sent: Sequence[int], received: Sequence[int], g
     return out.asnumpy().reshape(-1)
 
 
-def summed_numbers(numbers: Sequence[int], group: Any) -> list[int]:
-    total = Tensor(np.asarray(numbers, np.int64))
-    get_platform().collectives.all_reduce(total, group=group)
-    return total.asnumpy().tolist()
-
-
 def positions(blocks: Sequence[tuple[int, int]], like: Any) -> Numbers:
     return np.concatenate([np.arange(first, first + rows) for first, rows in blocks])
 

@@ -18,7 +18,7 @@ from hp_moe.layer.layer import ExpertLayer
 from hp_moe.placement.placement import ExpertPlacement, plan_replicas
 from hp_moe.port import port
 from hp_platform import get_platform
-from hp_platform.extend import agree, share_bytes
+from hp_platform.extend import agree, reduce_numbers, share_bytes
 
 
 def rebalance(model: Any, *, keep: float = 0.05, group: Any = None) -> dict[str, ExpertPlacement]:
@@ -145,7 +145,7 @@ def summed_loads(function: str, model: Any, layers: Mapping[str, ExpertLayer], g
     groups = get_platform().groups
     loads = [tokens for layer in layers.values() for tokens in layer.load]
     if groups.is_initialized():
-        loads = port().summed_numbers(loads, groups.default_group() if group is None else group)
+        loads = reduce_numbers(loads, "sum", groups.default_group() if group is None else group)
     counted: dict[str, list[int]] = {}
     for name, size in sizes.items():
         counted[name], loads = loads[:size], loads[size:]

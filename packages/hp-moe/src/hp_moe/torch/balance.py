@@ -18,6 +18,7 @@ from torch import nn
 from hp_dtensor import DTensor, Replicate
 from hp_moe.layer.checks import check_counted_together
 from hp_platform import get_platform
+from hp_platform.extend import reduce_numbers
 
 T = torch.Tensor
 
@@ -219,10 +220,9 @@ def _check_loss(name: str, got: T, expected: T, dtype: torch.dtype, group: Any) 
     """
     tolerance = max(1e-3, 4 * torch.finfo(dtype).eps)
     close = not got.isfinite() or torch.allclose(got.double(), expected.double(), rtol=tolerance, atol=1e-5)
-    differing = torch.tensor(int(not close), device=got.device)
-    get_platform().collectives.all_reduce(differing, group=group)
+    (differing,) = reduce_numbers([int(not close)], "sum", group)
     if differing:
-        where = f" on {int(differing)} of {get_platform().groups.size(group)} ranks; this one"
+        where = f" on {differing} of {get_platform().groups.size(group)} ranks; this one"
         raise ValueError(
             f"global_auxiliary_loss: the loss of {name} has another formula{where} computed {float(got):.6g}, and"
             f" experts * sum(share of choices * mean probability) of its tokens is {float(expected):.6g}. Set"

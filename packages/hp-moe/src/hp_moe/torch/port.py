@@ -148,12 +148,6 @@ def exchange_numbers(
     return wait
 
 
-def summed_numbers(numbers: Sequence[int], group: Any) -> list[int]:
-    total = torch.tensor(list(numbers), device=get_platform().devices.current_device())
-    get_platform().collectives.all_reduce(total, group=group)
-    return total.tolist()
-
-
 def positions(blocks: Sequence[tuple[int, int]], like: T) -> T:
     first, rows = torch.tensor(blocks, dtype=torch.int64).view(-1, 2).unbind(1)
     begin = torch.repeat_interleave(first - (rows.cumsum(0) - rows), rows)

@@ -164,11 +164,6 @@ def before_first_step(model: Any, action: Any) -> None:
     trace(model, (), {}, None)
 
 
-def share(codes: list[int]) -> list[int]:
-    """Return the codes: no plan is shared here."""
-    return codes
-
-
 def is_module(value: Any) -> bool:
     """Tell a Cell from everything else."""
     return isinstance(value, nn.Cell)

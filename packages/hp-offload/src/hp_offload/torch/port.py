@@ -35,7 +35,6 @@ __all__ = [
     "is_tensor",
     "run_excluded",
     "saving",
-    "share",
     "swap",
     "swap_tensor",
     "trace",
@@ -192,15 +191,6 @@ def before_first_step(model: nn.Module, action: Callable[[tuple[Any, ...], dict[
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     waiting = type(own.__name__, (own,), {"__call__": call, **names})
     model.__class__ = waiting
-
-
-def share(codes: list[int]) -> list[int]:
-    platform = get_platform()
-    if not platform.groups.is_initialized() or platform.groups.size() == 1:
-        return codes
-    tensor = torch.tensor(codes, dtype=torch.int64, device=platform.devices.current_device())
-    platform.collectives.broadcast(tensor, group_src=0, group=platform.groups.new_group(range(platform.groups.size())))
-    return tensor.tolist()
 
 
 def is_module(value: Any) -> bool:

@@ -11,8 +11,8 @@ import torch
 from hp_dtensor.torch.extend import DTensor
 from hp_optim.muon.ownership import world_of
 from hp_optim.options import agree_on, parameter_names
-from hp_optim.torch.exchanges.bucket import local_device
-from hp_platform import collectives, get_platform
+from hp_platform import get_platform
+from hp_platform.extend import reduce_numbers
 
 _TOLD = ("lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
 
@@ -38,7 +38,6 @@ def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
-_LARGEST = 2**24 - 1
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
@@ -69,25 +68,21 @@ def broken_gradients(caller: str, groups: Sequence[Mapping[str, Any]], problems:
         if gradient is not None and gradient.layout is torch.strided and gradient.numel():
             numbers.append(number)
             gradients.append(gradient)
-    flags = torch.zeros(len(parameters))
+    flags = [0] * len(parameters)
     if gradients and not problems and not _all_finite(gradients):
         largest = [norm.cpu() for norm in torch._foreach_norm(gradients, float("inf"))]
-        flags[numbers] = (~torch.isfinite(torch.stack(largest))).float()
+        for number, finite in zip(numbers, torch.isfinite(torch.stack(largest)).tolist()):
+            flags[number] = int(not finite)
     if len(world) == 1 or not world:
         if problems:
             raise problems.pop()
-        return [name for (name, _), flag in zip(named, flags.tolist()) if flag]
+        return [name for (name, _), flag in zip(named, flags) if flag]
     hyperparameters = [told(number, group) for number, group in enumerate(groups)] if not problems else []
     text = f"{hyperparameters} {len(parameters)}".encode()
-    digest = int.from_bytes(hashlib.blake2b(text, digest_size=3).digest(), "big")  # exact in float32
-    device = local_device(parameters[0])
-    if device.type == "cpu" and any(mesh.device_type != "cpu" for mesh in meshes):
-        device = torch.device(get_platform().devices.current_device())
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     group = get_platform().groups.new_group(world)
-    own = [float(bool(problems)), digest, _LARGEST - digest, float(flags.any())]
-    all_told = torch.tensor(own, dtype=torch.float32, device=device)
-    collectives.all_reduce(all_told, "max", group=group)
-    problem, high, low, broken = all_told.tolist()
+    own = [int(bool(problems)), digest, -digest, max(flags, default=0)]
+    problem, high, low, broken = reduce_numbers(own, "max", group)
 
     def describe() -> list[str]:
         if problems:
@@ -95,13 +90,11 @@ def broken_gradients(caller: str, groups: Sequence[Mapping[str, Any]], problems:
         shapes = [tuple(getattr(parameter, "_spec", parameter).shape) for parameter in parameters]
         return [*hyperparameters, *(f"{name!r} of shape {shape}" for (name, _), shape in zip(named, shapes))]
 
-    if problem or high + low != _LARGEST:
+    if problem or high != -low:
         agree_on(caller, describe, world)
     if not broken:
         return []
-    flags = flags.to(device)
-    collectives.all_reduce(flags, "max", group=group)
-    return [name for (name, _), flag in zip(named, flags.tolist()) if flag]
+    return [name for (name, _), flag in zip(named, reduce_numbers(flags, "max", group)) if flag]
 
 
 def _all_finite(gradients: Sequence[torch.Tensor]) -> bool:

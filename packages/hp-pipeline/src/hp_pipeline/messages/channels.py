@@ -4,7 +4,8 @@ Note [What goes before a message]
     The first message of a channel is led by a header of two numbers, what follows and how many bytes of description:
     the structure of the nest, the shape and dtype of each tensor and whether it needs a gradient, and the values that
     are no tensors. While messages stay alike nothing but tensors is sent, and receives are posted before they are
-    needed. A message that differs is an error of the sender, unless one of the two stages was declared with
+    needed. Headers and descriptions are sent from the host where the channel's group can, else from its device. A
+    message that differs is an error of the sender, unless one of the two stages was declared with
     ``dyn_shape=True``; then each message has a header.
 
 Note [A stage that failed]
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -32,6 +34,7 @@ from typing import Any, NamedTuple
 from hp_pipeline.port import port
 from hp_pipeline.stages.layouts import TensorLayout, distributed
 from hp_platform import get_platform
+from hp_platform.extend import bytes_to_tensor, tensor_to_bytes
 from hp_platform.groups import when_groups_end
 
 WINDOW = 2
@@ -97,11 +100,12 @@ def links(group: Any, device: Any, routes: Sequence[tuple[int, int]], *, ahead: 
 
 def _greet(pair: Any, peer: int, device: Any, sends: bool) -> None:
     """Send a first message, with which the communicator comes to be."""
-    collectives, number = get_platform().collectives, port().numbers((0,), device)
-    (collectives.send if sends else collectives.recv)(number, peer, group=pair)
+    collectives, tensor = get_platform().collectives, port().of_one_element(device)
+    (collectives.send if sends else collectives.recv)(tensor, peer, group=pair)
 
 
 _SAME, _DESCRIBED, _BROKEN = range(3)
+_HEADER = struct.Struct("<qq")  # one of these, and the bytes of a description
 _NO_LAYOUTS: Mapping[int, TensorLayout] = MappingProxyType({})
 
 
@@ -282,7 +286,7 @@ class Channel:
         if self.dynamic or data:
             self._header(_DESCRIBED if data else _SAME, len(data), piece)
             if data:
-                self._put(port().from_bytes(data, self.device), piece)
+                self._put(bytes_to_tensor(data, self.link.group), piece)
             self.signature = signature
         for leaf in tensors:
             self._put(port().sendable(leaf), piece)
@@ -298,7 +302,7 @@ class Channel:
         return True
 
     def _header(self, kind: int, size: int, piece: Any) -> None:
-        self._put(port().numbers((kind, size), self.device), piece)
+        self._put(bytes_to_tensor(_HEADER.pack(kind, size), self.link.group), piece)
 
     def _put(self, tensor: Any, piece: Any) -> None:
         group, peer, tag, _ = self.link
@@ -359,14 +363,16 @@ class Channel:
 
     def _read_header(self) -> bool:
         """Read what goes before a message; return whether a message follows."""
-        header = port().numbers((0, 0), self.device)
-        self._get(header).wait()
-        kind, size = port().to_numbers(header)
+        kind, size = _HEADER.unpack(self._read(_HEADER.size))
         if kind == _DESCRIBED:
-            data = port().from_bytes(bytes(size), self.device)
-            self._get(data).wait()
-            self.signature = Signature.from_bytes(port().to_bytes(data))
+            self.signature = Signature.from_bytes(self._read(size))
         return kind != _BROKEN
+
+    def _read(self, size: int) -> bytes:
+        """Wait for so many bytes."""
+        tensor = bytes_to_tensor(bytes(size), self.link.group)
+        self._get(tensor).wait()
+        return tensor_to_bytes(tensor)
 
     # ---- a run ----
     def describe_again(self) -> None:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import numpy as np
 from mindspore import Tensor, _no_grad, mint, nn, ops
 from mindspore import dtype as mstype
 from mindspore._c_expression import run_backward
@@ -50,7 +49,6 @@ __all__ = [
     "equal",
     "fill",
     "flatten",
-    "from_bytes",
     "hooked",
     "gradient",
     "gradient_of",
@@ -61,7 +59,7 @@ __all__ = [
     "memory",
     "named_parameters",
     "needs_gradient",
-    "numbers",
+    "of_one_element",
     "outermost",
     "prepare_split",
     "recording",
@@ -76,8 +74,6 @@ __all__ = [
     "sharded_modules",
     "surroundings",
     "take_gradient",
-    "to_bytes",
-    "to_numbers",
     "unflatten",
     "without_gradients",
 ]
@@ -142,22 +138,8 @@ def empty(description: tuple[tuple[int, ...], Any], device: Any) -> Tensor:
     return mint.empty(description[0], dtype=description[1])
 
 
-def from_bytes(data: bytes, device: Any) -> Tensor:
-    return Tensor(np.frombuffer(data, np.uint8))
-
-
-def to_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of such a tensor."""
-    return tensor.asnumpy().tobytes()
-
-
-def numbers(values: Sequence[int], device: Any) -> Tensor:
-    return Tensor(np.array(values, np.int64))
-
-
-def to_numbers(tensor: Tensor) -> list[int]:
-    """Return the integers."""
-    return tensor.asnumpy().tolist()
+def of_one_element(device: Any) -> Tensor:
+    return mint.empty((1,))
 
 
 def sendable(tensor: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ __all__ = [
     "fill",
     "flatten",
     "hooked",
-    "from_bytes",
     "gradient",
     "gradient_of",
     "is_module",
@@ -51,7 +50,7 @@ __all__ = [
     "memory",
     "named_parameters",
     "needs_gradient",
-    "numbers",
+    "of_one_element",
     "outermost",
     "prepare_split",
     "recording",
@@ -66,8 +65,6 @@ __all__ = [
     "sharded_modules",
     "surroundings",
     "take_gradient",
-    "to_bytes",
-    "to_numbers",
     "unflatten",
     "without_gradients",
 ]
@@ -143,22 +140,8 @@ def empty(description: tuple[tuple[int, ...], torch.dtype], device: Any) -> T:
     return torch.empty(description[0], dtype=description[1], device=device)
 
 
-def from_bytes(data: bytes, device: Any) -> T:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-
-
-def to_bytes(tensor: T) -> bytes:
-    """Return the bytes of such a tensor."""
-    return tensor.cpu().numpy().tobytes()
-
-
-def numbers(values: Sequence[int], device: Any) -> T:
-    return torch.tensor(list(values), dtype=torch.int64, device=device)
-
-
-def to_numbers(tensor: T) -> list[int]:
-    """Return the integers."""
-    return tensor.tolist()
+def of_one_element(device: Any) -> T:
+    return torch.empty(1, device=device)
 
 
 def sendable(tensor: T) -> T:

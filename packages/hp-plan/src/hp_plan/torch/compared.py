@@ -22,7 +22,7 @@ from hp_plan.port import models
 from hp_plan.torch.training.parts import Part, parts
 from hp_plan.verification import ModuleDifference, VerifyResult
 from hp_platform import get_platform
-from hp_platform.extend import share_bytes
+from hp_platform.extend import reduce_numbers, share_bytes
 from hp_styles.extend import runs_on_parts
 
 _KINDS = ("output", "gradient", "weight")
@@ -118,11 +118,8 @@ class Compared:
 
     def loss(self, got: float | None, expected: float) -> None:
         """Compare the loss: the global one is the mean of those of the ranks that have one."""
-        device = get_platform().devices.current_device()
-        total = torch.tensor([got or 0.0, got is not None], dtype=torch.float64, device=device)
-        _all_reduce(total, "sum")
-        mean = (total[0] / total[1]).item()
-        got_and_expected = torch.tensor([mean, expected], dtype=torch.float64)
+        total, count = reduce_numbers([got or 0.0, got is not None], "sum", _everyone())
+        got_and_expected = torch.tensor([total / count, expected], dtype=torch.float64)
         self._losses.append(_difference(*got_and_expected))
 
     def tensors(self, kind: str, read: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
@@ -166,10 +163,7 @@ class Compared:
     def result(self, tolerance: float) -> VerifyResult:
         """Return the largest differences of all ranks."""
         numbers = [row.get(kind, 0.0) for step in self._steps for row in step.values() for kind in _KINDS]
-        device = get_platform().devices.current_device()
-        together = torch.tensor([*self._losses, *numbers], dtype=torch.float64, device=device)
-        _all_reduce(together, "max")
-        largest = iter(together.tolist())
+        largest = iter(reduce_numbers([*self._losses, *numbers], "max", _everyone()))
         losses = tuple(next(largest) for _ in self._losses)
         steps = tuple(
             tuple(ModuleDifference(name, next(largest), next(largest), next(largest)) for name in step)
@@ -200,9 +194,8 @@ def _innermost(single: nn.Module, parallel: Sequence[Part]) -> set[str]:
 def _on_any_rank(names: Iterable[str], own: Container[str]) -> set[str]:
     """Return those of the names, the same list on all ranks, that any rank has among its own."""
     listed = list(names)
-    flags = torch.tensor([float(name in own) for name in listed], device=get_platform().devices.current_device())
-    _all_reduce(flags, "max")
-    return {name for name, flag in zip(listed, flags.tolist(), strict=True) if flag}
+    flags = reduce_numbers([name in own for name in listed], "max", _everyone())
+    return {name for name, flag in zip(listed, flags, strict=True) if flag}
 
 
 def _samples(expected: torch.Tensor, got: torch.Tensor, rows: slice, batch: int) -> torch.Tensor:
@@ -283,10 +276,6 @@ def _difference(got: torch.Tensor, expected: torch.Tensor, *, floor: float = 0.0
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _all_reduce(tensor: torch.Tensor, op: str) -> None:
-    get_platform().collectives.all_reduce(tensor, op, group=_everyone())
 
 
 def _everyone() -> Any:

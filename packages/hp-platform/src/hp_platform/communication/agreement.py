@@ -1,4 +1,8 @@
-"""Short texts from each rank of a group to all, and errors of one rank that all of them raise.
+"""Short texts and numbers from each rank of a group to all, and errors of one rank that all of them raise.
+
+Note [Ranks tell each other host numbers]
+    A number that the host knows, and that the host of another rank is to know, goes through `share_numbers` or
+    `reduce_numbers`, and not through a tensor that a package makes on a device of its choice.
 
 Note [All raise what one raises]
     A rank that raises before a collective leaves the others waiting in it. So ranks do what may fail first, and then
@@ -9,11 +13,13 @@ Note [All raise what one raises]
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from hp_platform import collectives, groups
 from hp_platform.failures.peers import LostRankError
-from hp_platform.port import Group, port
+from hp_platform.port import Group, Tensor, port
 
 _DIGEST = 16
 _SHORT = 64  # bytes of a payload that is sent with its digest
@@ -116,6 +122,62 @@ def gather_bytes(record: bytes, group: Group | None) -> list[bytes]:
     collectives.all_gather(output, own.from_bytes(record, group), group=group)
     data = own.to_bytes(output)
     return [data[at : at + len(record)] for at in range(0, len(data), len(record))]
+
+
+def share_numbers(numbers: Sequence[int | float], group: Group | None) -> list[list[Any]]:
+    """Return the numbers of each of a group's ranks, in the order of the ranks.
+
+    Example:
+        >>> share_numbers([rank, 0.5], group)  # on each of two ranks
+        [[0, 0.5], [1, 0.5]]
+
+    Args:
+        numbers: this rank's, as many on every rank and of the same types: 64-bit integers, and floats, which stay
+            float64.
+        group: the ranks, all of which call this; None is this process alone.
+    """
+    record = struct.Struct("<" + "".join("d" if isinstance(each, float) else "q" for each in numbers))
+    return [list(record.unpack(each)) for each in gather_bytes(record.pack(*numbers), group)]
+
+
+def reduce_numbers(numbers: Sequence[int | float], op: Literal["sum", "max", "min"], group: Group | None) -> list[Any]:
+    """Reduce the numbers of a group's ranks, place by place.
+
+    Example:
+        >>> reduce_numbers([rank, 10 - rank], "max", group)  # on each of two ranks
+        [1, 10]
+
+    Args:
+        numbers: this rank's, as many on every rank: 64-bit integers, or floats, which are reduced in float64. If any
+            number is a float, all are taken as floats, on every rank alike.
+        op: ``"sum"``, ``"max"`` or ``"min"``.
+        group: the ranks, all of which call this; None is this process alone.
+    """
+    if group is None or groups.size(group) == 1 or not numbers:
+        return list(numbers)
+    own = port().collectives
+    tensor = own.from_numbers(numbers, group)
+    collectives.all_reduce(tensor, op, group=group)
+    return own.to_numbers(tensor)
+
+
+def bytes_to_tensor(data: bytes, group: Group) -> Tensor:
+    """Return a tensor of bytes where a group communicates, to be sent to one rank or received from it.
+
+    Args:
+        data: what is sent, or as many bytes as are received.
+        group: the group.
+    """
+    return port().collectives.from_bytes(data, group)
+
+
+def tensor_to_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor of `bytes_to_tensor`.
+
+    Args:
+        tensor: that has been received.
+    """
+    return port().collectives.to_bytes(tensor)
 
 
 def _broadcast(payload: bytes, sender: int, group: Group) -> bytes:

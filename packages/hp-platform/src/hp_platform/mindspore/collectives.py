@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -87,6 +88,16 @@ def from_bytes(data: bytes, group: str) -> Tensor:
 def to_bytes(tensor: Tensor) -> bytes:
     """Return its bytes."""
     return tensor.asnumpy().tobytes()
+
+
+def from_numbers(numbers: Sequence[int | float], group: str) -> Tensor:
+    """Make a tensor of numbers."""
+    return Tensor(np.array(numbers, np.float64 if any(isinstance(each, float) for each in numbers) else np.int64))
+
+
+def to_numbers(tensor: Tensor) -> list[Any]:
+    """Return its numbers."""
+    return tensor.asnumpy().tolist()
 
 
 def averages(tensor: Any, group: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -202,6 +202,17 @@ def from_bytes(data: bytes, group: ProcessGroup) -> torch.Tensor:
 def to_bytes(tensor: torch.Tensor) -> bytes:
     """Return its bytes."""
     return tensor.cpu().numpy().tobytes()
+
+
+def from_numbers(numbers: Sequence[int | float], group: ProcessGroup) -> torch.Tensor:
+    """Make a tensor of numbers."""
+    dtype = torch.float64 if any(isinstance(each, float) for each in numbers) else torch.int64
+    return torch.tensor(numbers, dtype=dtype, device=_device_of(group))
+
+
+def to_numbers(tensor: torch.Tensor) -> list[Any]:
+    """Return its numbers."""
+    return tensor.tolist()
 
 
 def _device_of(group: ProcessGroup) -> torch.device:

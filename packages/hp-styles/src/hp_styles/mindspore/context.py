@@ -17,6 +17,7 @@ from mindspore import Tensor, _Function, mint, nn, ops
 from hp_dtensor import DeviceMesh, Replicate, Shard
 from hp_dtensor.mindspore.extend import DTensor
 from hp_platform import get_platform
+from hp_platform.extend import share_numbers
 from hp_styles.context.plan import (
     Block,
     ContextRanks,
@@ -34,7 +35,6 @@ from hp_styles.context.plan import (
 )
 from hp_styles.context.rounds import ERRORS, Header, Part, Rounds, check_alike, error_number
 from hp_styles.inputs import check_output, find_input, with_inputs
-from hp_styles.mindspore.modules import gather_numbers
 
 
 def shard(whole: Tensor, mesh: DeviceMesh, seq_dim: int, load_balance: bool) -> Tensor:
@@ -374,8 +374,7 @@ class _Attention:
         degrees = self.degrees.ulysses, self.degrees.inner
         balance, part = self._settings.load_balance, Part(positioned=False)
         header = Header(shapes, self._causal, None, balance, degrees, part, error_number(fault)).numbers()
-        rows = gather_numbers(header, self._ranks.mesh, qkv[0])
-        messages = [rows[at : at + len(header)] for at in range(0, len(rows), len(header))]
+        messages = share_numbers(header, self._ranks.mesh.get_group())
         check_alike([Header.read(each) for each in messages], self._ranks.ranks, fault)
 
     def _refuse_others(self, places: list[int | str], args: Any, kwargs: dict[str, Any]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
-import mindspore
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import Parameter, Tensor, mint, nn
 
 from hp_dtensor import DeviceMesh, Placement, Replicate
 from hp_dtensor.extend import normalize
@@ -15,11 +14,9 @@ from hp_dtensor.mindspore.extend import (
     DTensor,
     distribute_parameter,
     distribute_tensor,
-    local_mode,
     redistribute,
     redistribute_shared,
 )
-from hp_platform import get_platform
 from hp_styles.inputs import begin_call, end_call
 
 __all__ = [
@@ -27,7 +24,6 @@ __all__ = [
     "around_calls",
     "described",
     "divide_inside",
-    "gather_numbers",
     "input_features",
     "kind",
     "named_modules",
@@ -163,15 +159,9 @@ def refuse_foreign(x: Tensor, what: str) -> None:
     """Do nothing: there is no other DTensor on MindSpore."""
 
 
-def gather_numbers(numbers: Sequence[int], mesh: DeviceMesh, like: Tensor) -> list[int]:
-    """Gather every rank's numbers, outside of differentiation."""
-    with local_mode():
-        rows = Tensor(list(numbers), mindspore.int64)
-        for axis in range(mesh.ndim - 1, -1, -1):
-            everyones = ops.zeros(mesh.size(axis) * rows.shape[0], mindspore.int64)
-            get_platform().collectives.all_gather(everyones, rows, group=mesh.get_group(axis))
-            rows = everyones
-        return rows.asnumpy().tolist()
+def runs_again() -> bool:
+    """Return False: what MindSpore's recompute runs again compares again, on all ranks."""
+    return False
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ See Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compile.co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from operator import index  # of a symbol of torch.compile it is a number, where int() leaves the symbol
 from typing import Any
 
@@ -28,7 +28,6 @@ from hp_dtensor.torch.extend import (
     sharded_loss,
     traces_as,
 )
-from hp_platform import get_platform
 from hp_styles import base, inputs
 from hp_styles.inputs import begin_call, end_call
 from hp_styles.torch.regions import base_layer, divide_inside, run_experts, run_pointwise, run_replicated
@@ -39,7 +38,6 @@ __all__ = [
     "base_layer",
     "described",
     "divide_inside",
-    "gather_numbers",
     "input_features",
     "kind",
     "named_modules",
@@ -218,16 +216,8 @@ def _end(module: torch.nn.Module, args: Any, output: Any) -> None:
     end_call(module)
 
 
-def gather_numbers(numbers: Sequence[int], mesh: DeviceMesh, like: torch.Tensor) -> list[int] | None:
-    """Gather every rank's numbers; None if autograd runs a module again, with what has been compared."""
-    if torch._C._current_graph_task_id() != -1:
-        return None
-    rows = torch.tensor(numbers, device=like.device)
-    for axis in range(mesh.ndim - 1, -1, -1):
-        everyones = rows.new_empty(mesh.size(axis) * rows.numel())
-        get_platform().collectives.all_gather(everyones, rows, group=mesh.get_group(axis))
-        rows = everyones
-    return rows.tolist()
+def runs_again() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 @traces_as(inputs._is_tensor)

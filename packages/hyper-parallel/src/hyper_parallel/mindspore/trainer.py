@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from hp_checkpoint.extend import Ranks
 from hp_dtensor import SkipDTensorDispatch, parallelize_value_and_grad
 from hp_fsdp import HSDPModule, clip_grad_norm_, global_grad_norm
 from hp_optim import ChainedOptimizer
@@ -19,6 +17,7 @@ from hp_plan import Diagnostic, ParallelPlan, PlanError, apply, build_model, bui
 from hp_plan.extend import cut_rows, data_parallel_place, draws, multiple_of_first, share_out
 from hp_plan.mindspore.extend import forward_loss
 from hp_platform import get_platform
+from hp_platform.extend import share_numbers
 from hyper_parallel.data import Rows
 
 _Kernel = ops.Dropout
@@ -179,9 +178,9 @@ class Numbers:
     """
 
     def __init__(self, own: Sequence[Any]) -> None:
-        record = struct.Struct(f"<{len(own)}d")
-        plain = [float(number.asnumpy()) if hasattr(number, "asnumpy") else number for number in own]
-        self._numbers = np.array([record.unpack(each) for each in Ranks().gather(record.pack(*plain))])
+        groups = get_platform().groups
+        plain = [float(number.asnumpy()) if hasattr(number, "asnumpy") else float(number) for number in own]
+        self._numbers = np.array(share_numbers(plain, groups.default_group() if groups.is_initialized() else None))
 
     def read(self) -> NDArray[np.float64]:
         """Return the numbers as [ranks, numbers]."""

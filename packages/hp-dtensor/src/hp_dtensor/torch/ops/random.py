@@ -21,7 +21,7 @@ from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_platform import get_platform
-from hp_platform.extend import when_groups_end
+from hp_platform.extend import reduce_numbers, when_groups_end
 
 _impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
@@ -35,13 +35,11 @@ def compare_generators(mesh: DeviceMesh, device: torch.device) -> None:
     if mesh in _compared or mesh.size() == 1 or mesh.get_coordinate() is None:
         return
     state = get_platform().random.get_state(device)
-    checksum = torch.tensor([zlib.crc32(state.cpu().numpy().tobytes())], dtype=torch.int64, device=device)
-    low, high = checksum.clone(), checksum.clone()
+    low = high = [zlib.crc32(state.cpu().numpy().tobytes())]
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
-        get_platform().collectives.all_reduce(low, "min", group=group)
-        get_platform().collectives.all_reduce(high, "max", group=group)
-    if int(low) != int(high):
+        low, high = reduce_numbers(low, "min", group), reduce_numbers(high, "max", group)
+    if low != high:
         raise RuntimeError(
             f"random numbers on {mesh}: the ranks' generators differ, so shards would not be parts of one tensor; "
             "call hp_platform.manual_seed(seed) with one seed on every rank first"

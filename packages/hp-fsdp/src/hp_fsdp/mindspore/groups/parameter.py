@@ -11,12 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from mindspore import Tensor, _no_grad, mint, nn
+from mindspore import Tensor, mint, nn
 
 from hp_dtensor import DeviceMesh, RaggedShard, Replicate
 from hp_dtensor.extend import TensorSpec
-from hp_dtensor.mindspore.extend import DTensor, distribute_parameter, local_mode, local_view, set_local, unwrap, wrap
+from hp_dtensor.mindspore.extend import DTensor, distribute_parameter, local_view, set_local, unwrap, wrap
 from hp_fsdp.groups.managed_params import mark
 from hp_fsdp.options import ParameterFacts
 from hp_platform import get_platform
@@ -187,12 +186,3 @@ def to_host(tensor: Tensor, pin: bool) -> Tensor:
 
 def _kind_of(tensor: Any) -> str:
     return str(tensor.device).partition(":")[0]
-
-
-def largest(numbers: Sequence[int], mesh: DeviceMesh, groups: Sequence[Any]) -> list[int]:
-    """Return the largest of the ranks' numbers, element by element; wait for all ranks of the groups."""
-    with _no_grad(), local_mode():
-        tensor = Tensor(np.array(numbers, np.int64))
-        for group in groups:
-            get_platform().collectives.all_reduce(tensor, "max", group=group)
-        return tensor.asnumpy().tolist()

@@ -171,11 +171,3 @@ class D2HCopy:
         """Wait for the copy, and call ``then``."""
         self._event.synchronize()
         self._then(self._copy)
-
-
-def largest(numbers: Sequence[int], mesh: DeviceMesh, groups: Sequence[Any]) -> list[int]:
-    """Return the largest of the ranks' numbers, element by element; wait for all ranks of the groups."""
-    tensor = torch.tensor(list(numbers), device=transport(mesh))
-    for group in groups:
-        collectives.all_reduce(tensor, "max", group=group)
-    return tensor.tolist()

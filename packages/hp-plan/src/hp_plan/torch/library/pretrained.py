@@ -24,6 +24,7 @@ from hp_dtensor import DTensor, implicit_replication
 from hp_moe import register_experts
 from hp_plan.reading.diagnostics import Diagnostic, PlanError, near_misses
 from hp_platform import get_platform
+from hp_platform.extend import reduce_numbers
 from hp_styles.torch.extend import capped_attention, sees_whole_sequences
 
 # Taken by every configuration of transformers without being a field of it.
@@ -290,8 +291,7 @@ def save_whole(model: nn.Module) -> None:
         whole = _gathered(model.state_dict() if state is None else state, keep=writes)
         if writes:
             original(save_directory, *args, state_dict=whole, **options)
-        done = torch.zeros(1, device=get_platform().devices.current_device())
-        get_platform().collectives.all_reduce(done, "sum", group=_everyone())  # Others may read what was written.
+        reduce_numbers([0], "sum", _everyone())  # others may read what was written
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
     _save_on_all_ranks_of_trainers()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,13 +23,12 @@ from torch import nn
 
 from hp_dtensor import DTensor, implicit_replication
 from hp_platform import get_platform
-from hp_platform.extend import share_bytes
+from hp_platform.extend import share_numbers
 from hp_styles.torch.extend import whole_sequences
 
 T = torch.Tensor
 _LONGEST = 4096  # tokens
 _MANY = 0.3  # of a rank's tokens: experts may be chosen otherwise for some, by rounding errors
-_RECORD = struct.Struct("<?i")  # differs, and the number of the first module
 
 _off = False
 
@@ -130,8 +128,7 @@ class ContextGuard:
 
     def _of_all(self, first: int | None, count: int) -> int | None:
         """Return the lowest number of a module that any rank found, of so many; None if none did."""
-        record = _RECORD.pack(first is not None, count if first is None else first)
-        everyone = [_RECORD.unpack(each) for each in share_bytes(record, self._group)]
+        everyone = share_numbers([first is not None, count if first is None else first], self._group)
         return min(place for _, place in everyone) if any(differs for differs, _ in everyone) else None
 
     def _outputs(self, inputs: dict[str, Any], *, whole: bool) -> dict[str, T]:

@@ -17,6 +17,7 @@ from hp_plan.torch.models import base, batch_of, loss_inputs
 from hp_plan.torch.sequences.context import counts_tokens
 from hp_plan.torch.training.objectives import Objective, of_samples
 from hp_platform import get_platform
+from hp_platform.extend import share_numbers
 
 T = torch.Tensor
 
@@ -91,7 +92,7 @@ def _backward_objective(
     """See Note [Sums over pairs and labels] in `hp_plan.torch.training.objectives`."""
     labels, sums, groups = batch["labels"], list[T](), get_platform().groups
     own = [objective.items(labels[part]) for part in rows]
-    everyone = [own] * groups.size() if objective.pairs else _gathered(own, labels.device)
+    everyone = [own] * groups.size() if objective.pairs else share_numbers(own, groups.default_group())
     shares = share_out(plan, everyone, groups.rank())
 
     def loss_of(part: slice, number: int) -> T:
@@ -161,21 +162,13 @@ def _shares(plan: ParallelPlan, model: Any, labels: T | None, rows: list[slice])
         return share_out(plan, [[1] * len(rows)] * size, rank), False
     counts = [int((labels[part, 1:] != IGNORED).sum()) for part in rows]
     full = _all_count(labels)
-    everyone = _gathered([*counts, int(full), int(_divides(plan, model))], labels.device)
+    everyone = share_numbers([*counts, int(full), int(_divides(plan, model))], get_platform().groups.default_group())
     shares = share_out(plan, [each[: len(rows)] for each in everyone], rank)
     if all(each[-1] for each in everyone):
         return shares, True
     if not all(each[-2] for each in everyone):
         _check_means(plan, model, [each[: len(rows)] for each in everyone])
     return shares, False
-
-
-def _gathered(own: list[int], device: torch.device) -> list[list[int]]:
-    """Return the numbers of every rank."""
-    groups, sent = get_platform().groups, torch.tensor(own, device=device)
-    gathered = sent.new_empty(groups.size() * len(own))
-    get_platform().collectives.all_gather(gathered, sent, group=groups.default_group())
-    return gathered.view(groups.size(), -1).tolist()
 
 
 def _check_means(plan: ParallelPlan, model: Any, counts: list[list[int]]) -> None:

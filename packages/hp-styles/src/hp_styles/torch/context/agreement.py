@@ -123,7 +123,7 @@ class AttentionAgreement:
         seen = Seen(length, bool(causal), self.call.window if causal else None, rows)
         return parts, self.round.kept.setdefault(("seen", seen.causal, seen.window, rows, length), seen)
 
-    def keep(self, fault: Exception, device: torch.device) -> None:
+    def keep(self, fault: Exception) -> None:
         """Keep an error until the round ends; in backward, where it has no end, raise it.
 
         Raises:
@@ -132,7 +132,7 @@ class AttentionAgreement:
         if torch._C._current_graph_task_id() != -1:
             raise fault
         self.round.late = self.round.late or fault
-        self.round.followed[self.group.mesh] = self.group, device
+        self.round.followed[self.group.mesh] = self.group
 
     def _read(self, parts: tuple[T, ...], is_causal: bool | None) -> tuple[bool | None, Reading, Part]:
         """Read whether attention is causal, its mask, and this rank's description of its part."""
@@ -175,7 +175,7 @@ class AttentionAgreement:
         shapes = tuple(tuple(x.shape) for x in parts)
         number = error_number(fault)
         header = Header(shapes, causal, self.call.window, self.group.load_balance, self.degrees, part, number)
-        headers = self._exchanged(header, parts[0].device)
+        headers = self._exchanged(header)
         check_alike(headers, self.group.ranks, fault)
         described = tuple(h.part for h in headers)
         rows = joined_parts(
@@ -193,7 +193,7 @@ class AttentionAgreement:
         self, first: _Agreed, expected: _Expected, parts: tuple[T, ...], part: Part, fault: Exception | None
     ) -> tuple[tuple[T, ...], Any]:
         """Return the same for attention that is compared with the first of its kind in the round."""
-        self.round.followed[self.group.mesh] = self.group, parts[0].device
+        self.round.followed[self.group.mesh] = self.group
         if fault is None and _lengths(parts) != first.lengths:
             batch, queries, keys = _lengths(parts)
             fault = ValueError(
@@ -210,17 +210,17 @@ class AttentionAgreement:
             )
         if fault is None:
             return parts, first.rows
-        self.keep(fault, parts[0].device)
+        self.keep(fault)
         return expected.zeros(first.lengths, parts[0]), first.rows
 
-    def _exchanged(self, header: Header, device: torch.device) -> list[Header]:
+    def _exchanged(self, header: Header) -> list[Header]:
         """Exchange descriptions, in one message, or in two where a rank's part has too many runs for one."""
-        messages = self.group.gathered(header.numbers(), device)
+        messages = self.group.gathered(header.numbers())
         longest = Header.longest(messages)
         if not longest:
             return [Header.read(numbers) for numbers in messages]
         mine = header.runs()
-        runs = self.group.gathered([*mine, *[0] * (longest - len(mine))], device)
+        runs = self.group.gathered([*mine, *[0] * (longest - len(mine))])
         return [Header.read(numbers, more) for numbers, more in zip(messages, runs, strict=True)]
 
 
@@ -231,9 +231,9 @@ def end_round(now: Round, rounds: Rounds) -> None:
         Exception: that of this rank; where others have one, an error of its class.
     """
     followed, now.followed = now.followed, {}
-    for group, device in followed.values():
+    for group in followed.values():
         number = error_number(now.late)
-        rows = group.gathered([-1 if number is None else number], device)
+        rows = group.gathered([-1 if number is None else number])
         faults = [None if row[0] < 0 else row[0] for row in rows]
         if any(fault is not None for fault in faults):
             rounds.follows.clear()

@@ -252,13 +252,13 @@ def attend_inside(
     bound = inspect.signature(attend).bind(group, agreement, {}, query, key, value, *args, **options)
     bound.apply_defaults()
     arguments = bound.arguments
-    agreement.round.followed.setdefault(group.mesh, (group, query.device))
+    agreement.round.followed.setdefault(group.mesh, group)
     try:
         refuse(query, key, value, arguments["dropout_p"], arguments["is_causal"], arguments["enable_gqa"])
         if arguments["attn_mask"] is not None:
             refuse_mask(arguments["attn_mask"])
     except NotImplementedError as error:  # of one rank, perhaps
-        agreement.keep(error, query.device)
+        agreement.keep(error)
     q, k, v = _cast(query, key, value)
     q, k, v = group.locals(q, k, v, _HEADS, _SEQUENCE)
     with torch._C.DisableTorchFunction(), no_autocast(query.device.type):

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, Shard
 from hp_platform import get_platform
+from hp_platform.extend import share_numbers
 from hp_styles.context.plan import ContextRanks, UlyssesAxes, chunk_order, chunks_of, divided
 
 # ---- a sequence over the ranks of a context axis ----
@@ -66,12 +67,9 @@ class SequenceGroup(ContextRanks):
                     " redistribute it first"
                 )
 
-    def gathered(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather the numbers of every rank."""
-        mine = torch.tensor(numbers, device=device)
-        rows = mine.new_empty(self.size * len(numbers))
-        get_platform().collectives.all_gather(rows, mine, group=self.mesh.get_group())
-        return rows.view(self.size, -1).tolist()
+        return share_numbers(numbers, self.mesh.get_group())
 
 
 def like(out: T, q: T) -> T:

@@ -98,7 +98,7 @@ def _receiver(
             _check_lengths(group, style, mine, parts)
             return {style.query: mine, **parts}
 
-        _agree(group, checked, (style.query, *style.keys), query, style.seq_dim)
+        _agree(group, checked, (style.query, *style.keys), style.seq_dim)
         places = {place for place, _ in inputs.values()}
         for place, x in [*enumerate(positional), *named.items()]:
             if isinstance(x, DTensor) and place not in places:
@@ -197,9 +197,7 @@ def _check_lengths(group: SequenceGroup, style: SparseStyle, query: T, parts: Ma
     group.check_halves(query, f"the query {style.query!r}", dim)
 
 
-def _agree(
-    group: SequenceGroup, checked: Callable[[], Mapping[Key, T]], names: Sequence[Key], like: Any, dim: int
-) -> None:
+def _agree(group: SequenceGroup, checked: Callable[[], Mapping[Key, T]], names: Sequence[Key], dim: int) -> None:
     """Compare over the ranks what each alone knows, and refuse on all of them what one refuses.
 
     Once a call of what `parallelize_module` was given, whatever its data is: Note [Parts are compared] in
@@ -209,7 +207,6 @@ def _agree(
         group: the ranks.
         checked: this rank's parts by name, or an error.
         names: of the parts.
-        like: an input; what is compared goes by its device.
         dim: the sequence's.
 
     Raises:
@@ -228,7 +225,7 @@ def _agree(
         if fault is not None:
             raise fault
         return
-    rows = group.gathered([int(fault is not None), *numbers], like.device)
+    rows = group.gathered([int(fault is not None), *numbers])
     if fault is not None:
         raise fault
     refused = [rank for rank, row in zip(group.ranks, rows, strict=True) if row[0]]
@@ -295,7 +292,7 @@ def _check_early(group: SequenceGroup, style: SparseStyle, path: str, output: An
         group.check_halves(local, f"the output of {path}", style.seq_dim)
         return {path: local}
 
-    _agree(group, checked, (path,), output, style.seq_dim)
+    _agree(group, checked, (path,), style.seq_dim)
 
 
 # ---- what comes out ----
