@@ -45,6 +45,10 @@ class Devices:
         """Get this process's device: a `torch.device`, or on MindSpore its name as tensors have it ("Ascend:0")."""
         return port().devices.current_device(self.kind)
 
+    def kind_of(self, device: Any) -> str:
+        """Name the kind of a tensor's device, "cpu", "cuda" or "npu": where kernels are chosen by it."""
+        return port().devices.kind_of(device)
+
     def has_memory(self, tensor: Any) -> bool:
         """Tell whether a tensor has memory for its values: one on torch's meta device has a shape alone."""
         return port().devices.has_memory(tensor)

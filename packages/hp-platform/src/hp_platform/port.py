@@ -221,6 +221,10 @@ class Devices(Protocol):
 
     def current_device(self, kind: str) -> Any: ...
 
+    def kind_of(self, device: Any) -> str:
+        """Name the kind of a tensor's device."""
+        ...
+
     def has_memory(self, tensor: Tensor) -> bool:
         """Tell whether a tensor has memory for its values, as one on torch's meta device has not."""
         ...

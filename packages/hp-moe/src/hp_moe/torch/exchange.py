@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from hp_platform import get_platform
+
 T = torch.Tensor
 
 
@@ -141,7 +143,11 @@ def _halves(inner: Sequence[T]) -> tuple[T, T]:
 
 def _blocks(rows: T) -> list[slice]:
     """Cut rows into blocks; on devices there is one."""
-    step = max(_BLOCK // max(rows.shape[1], 1), 1) if rows.device.type == "cpu" else max(len(rows), 1)
+    step = (
+        max(_BLOCK // max(rows.shape[1], 1), 1)
+        if get_platform().devices.kind_of(rows.device) == "cpu"
+        else max(len(rows), 1)
+    )
     return [slice(first, first + step) for first in range(0, len(rows), step)]
 
 

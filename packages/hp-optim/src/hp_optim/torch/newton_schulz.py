@@ -20,6 +20,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hp_platform import get_platform
+
 Triple = tuple[float, float, float]
 _AT_ONCE = 1 << 26
 """Elements that are computed together, so that the temporaries stay small beside a model."""
@@ -39,7 +41,7 @@ def compute_dtype(dtype: torch.dtype, device: torch.device, name: str | None = N
         return getattr(torch, name)
     if dtype is torch.float64:
         return dtype
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if get_platform().devices.kind_of(device) == "cpu" else torch.bfloat16
 
 
 def orthogonalize(
@@ -64,7 +66,7 @@ def orthogonalize(
     dtype = dtype or batch.dtype
     if out is None:
         out = torch.empty(batch.shape, dtype=dtype, device=batch.device)
-    elements = _CACHED * torch.get_num_threads() if batch.device.type == "cpu" else _AT_ONCE
+    elements = _CACHED * torch.get_num_threads() if get_platform().devices.kind_of(batch.device) == "cpu" else _AT_ONCE
     most = max(1, elements // max(1, batch.shape[-1] * batch.shape[-2]))
     for part, place in zip(batch.split(most), out.split(most)):
         place.copy_(_computed(part, coefficients, epsilon, dtype, gram))

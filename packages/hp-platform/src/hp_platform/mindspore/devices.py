@@ -41,6 +41,11 @@ def current_device(kind: str) -> str:
     return "CPU" if kind == "cpu" else f"Ascend:{mindspore.context.get_context('device_id')}"
 
 
+def kind_of(device: str) -> str:
+    """Name the kind of a tensor's device, which has MindSpore's name."""
+    return "cpu" if device == "CPU" else "npu"
+
+
 def has_memory(tensor: Any) -> bool:
     """Tell that a tensor has memory; all do."""
     return True

@@ -43,6 +43,11 @@ def current_device(kind: str) -> torch.device:
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
+def kind_of(device: torch.device) -> str:
+    """Name the kind of a tensor's device."""
+    return device.type
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor has memory; on the meta device it has a shape alone."""
     return not tensor.is_meta

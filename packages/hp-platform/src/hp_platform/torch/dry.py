@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hp_platform import collectives as checked
 from hp_platform import groups
+from hp_platform.devices import devices as here
 from hp_platform.port import Handle
 from hp_platform.torch import collectives, devices, port
 
@@ -101,6 +102,7 @@ def dry_world(size: int, rank: int, *, peers: Peers | None = None, averages: boo
         port.collectives, port.devices = _collectives(spoken, averages), _devices()
         checked.renew()
         _register_attention(library)
+        _register_grouped_products(library)
         with _Values(), _without_autocast():
             yield
     finally:
@@ -113,7 +115,11 @@ def dry_world(size: int, rank: int, *, peers: Peers | None = None, averages: boo
 def _devices() -> Any:
     """Make the port's devices: the current one is meta, whose tensors count as having memory."""
     own = {name: value for name, value in vars(devices).items() if not name.startswith("__")}
-    own |= {"current_device": lambda kind: _META, "has_memory": lambda tensor: True}
+
+    def kind_of(device: torch.device) -> str:
+        return here.kind if device.type == "meta" else device.type
+
+    own |= {"current_device": lambda kind: _META, "has_memory": lambda tensor: True, "kind_of": kind_of}
     return types.SimpleNamespace(**own)
 
 
@@ -255,3 +261,20 @@ def _register_attention(library: torch.library.Library) -> None:
 
     for key in ("AutogradMeta", "Meta"):
         library.m.impl("scaled_dot_product_attention", key, attention, False)
+
+
+def _register_grouped_products(library: torch.library.Library) -> None:
+    """Let grouped products on the meta device take each dtype that the CPU's kernel takes."""
+
+    def grouped_mm(
+        rows: T, matrices: T, offs: T | None = None, bias: T | None = None, out_dtype: torch.dtype | None = None
+    ) -> T:
+        shape = [rows.shape[-2], matrices.shape[-1]]
+        if rows.dim() == matrices.dim() == 2:  # the groups are of the inner dim
+            assert offs is not None
+            shape = [len(offs), *shape]
+        elif rows.dim() == matrices.dim() == 3:
+            shape = [len(rows), *shape]
+        return rows.new_empty(shape, dtype=out_dtype or rows.dtype)
+
+    library.impl("_grouped_mm", grouped_mm, "Meta")

@@ -123,7 +123,7 @@ class _Grouped:
         self._shape, self._owed = shape, owed
         if kernel:
             ends = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32)
-            self._ends = ends if device.type == "cpu" else ends.to(device, non_blocking=True)
+            self._ends = ends if device.type in ("cpu", "meta") else ends.to(device, non_blocking=True)
 
     def output(self, input: T, weight: T, bias: T | None) -> T:
         """Multiply the rows by the matrices."""
@@ -172,6 +172,6 @@ def _takes(input: T, weight: T) -> bool:
     """Tell whether the kernel multiplies these, forward and backward."""
     if _kernel is None or input.dtype not in _KERNEL_DTYPES or input.dtype is not weight.dtype:
         return False
-    if input.device.type not in ("cpu", "cuda") or not weight.is_contiguous():
+    if input.device.type not in ("cpu", "cuda", "meta") or not weight.is_contiguous():
         return False
     return not any(width * weight.element_size() % _ALIGNMENT for width in weight.shape[1:])

@@ -20,6 +20,7 @@ from hp_dtensor.torch.extend import DTensor, wrap
 from hp_optim.options import sparse_gradient
 from hp_optim.torch.states.kernel_ranges import Runs
 from hp_optim.torch.states.loaded import Moved, check_state, counters, facts_of, told, value_for
+from hp_platform import get_platform
 
 Members = tuple[dict[str, Any], list[torch.Tensor], list[str]]
 """A group, parameters of it that have one dtype and device, and their names."""
@@ -387,4 +388,4 @@ def _dense(tensor: torch.Tensor) -> bool:
 def _fused(group: dict[str, Any], device: torch.device) -> bool:
     if group["fused"] is not None:
         return bool(group["fused"])
-    return not group["foreach"] and device.type in _FUSED
+    return not group["foreach"] and get_platform().devices.kind_of(device) in _FUSED

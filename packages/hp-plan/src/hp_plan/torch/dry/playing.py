@@ -15,6 +15,7 @@ from hp_plan.application import apply
 from hp_plan.plan import ParallelPlan, data_parallel_rows
 from hp_plan.torch.build import build_model, build_objective, build_optimizer
 from hp_plan.torch.dry.ledger import Ledger
+from hp_plan.torch.sequences.context_guard import unguarded
 from hp_plan.torch.training.loss import backward_loss
 from hp_plan.torch.training.parts import clip_gradients
 from hp_platform import get_platform
@@ -124,7 +125,7 @@ def dry(
         read: what the ledger reads beside storages: `kernels`, `modules`.
     """
     world = dry_world(plan.mesh.world_size, rank, peers=peers, averages=averages)
-    with world, without_collector(), forced_routes(routes):
+    with world, without_collector(), forced_routes(routes), unguarded():
         ledger = Ledger(("meta", "cpu"), **read)
         played = Played(plan, ledger, torch.device("meta"))
         for number in range(steps):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from hp_platform import get_platform
 from hp_styles.context.plan import Block, Links, chunks_of, come_around, return_gradients, ring_blocks
 from hp_styles.torch.context.call import Seen, places
 
@@ -52,7 +53,8 @@ def _one_head_size(q: T, v: T) -> bool:
 
 
 def _cpu_takes(q: T, k: T, v: T) -> bool:
-    return q.device.type == "cpu" and q.dtype in (torch.float64, torch.float32, *_HALF) and _one_head_size(q, v)
+    on_cpu = get_platform().devices.kind_of(q.device) == "cpu"
+    return on_cpu and q.dtype in (torch.float64, torch.float32, *_HALF) and _one_head_size(q, v)
 
 
 def _cpu_forward(q: T, k: T, v: T, causal: bool, scale: float) -> tuple[T, T]:
