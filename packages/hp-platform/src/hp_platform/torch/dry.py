@@ -73,7 +73,7 @@ _DONE: Handle = _Done()
 
 
 @contextlib.contextmanager
-def dry_world(size: int, rank: int, *, peers: Peers | None = None, averages: bool = False) -> Iterator[None]:
+def dry_world(size: int, rank: int, *, peers: Peers | None = None, backend: str = "gloo") -> Iterator[None]:
     """Be one rank of a world without the others and without memory: Note [A dry world].
 
     Example:
@@ -84,7 +84,7 @@ def dry_world(size: int, rank: int, *, peers: Peers | None = None, averages: boo
         size: number of ranks of the world.
         rank: this process's.
         peers: what other ranks say; None is the same as this one.
-        averages: the backend that is played averages by itself, as nccl does; gloo does not.
+        backend: whose ways are played, "gloo", "nccl" or "hccl": who averages, and whether messages have tags.
 
     Raises:
         RuntimeError: there is a world of processes already.
@@ -99,7 +99,7 @@ def dry_world(size: int, rank: int, *, peers: Peers | None = None, averages: boo
     library = torch.library.Library("aten", "IMPL")
     groups.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        port.collectives, port.devices = _collectives(spoken, averages), _devices()
+        port.collectives, port.devices = _collectives(spoken, backend), _devices()
         checked.renew()
         _register_attention(library)
         _register_grouped_products(library)
@@ -123,7 +123,7 @@ def _devices() -> Any:
     return types.SimpleNamespace(**own)
 
 
-def _collectives(peers: Peers, averages: bool) -> Any:
+def _collectives(peers: Peers, backend: str) -> Any:
     """Make the port's collectives: host tensors get what the peers say, others are left as they are."""
 
     def told(tensor: T, group: Any) -> list[T]:
@@ -191,7 +191,9 @@ def _collectives(peers: Peers, averages: bool) -> Any:
         "send": send,
         "recv": recv,
         "barrier": lambda group: None,
-        "averages": lambda tensor, group: averages,
+        "averages": lambda tensor, group: backend == "nccl",
+        "has_tags": lambda group, device: backend == "gloo",
+        "receives_ahead": lambda group, device: backend != "hccl",
         "pending": lambda work, kind, group: work,
     }
     own = {name: value for name, value in vars(collectives).items() if not name.startswith("__")}

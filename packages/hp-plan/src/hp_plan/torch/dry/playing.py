@@ -110,7 +110,7 @@ def dry(
     steps: int = 3,
     peers: Peers | None = None,
     routes: Counts = balanced,
-    averages: bool = False,
+    backend: str = "gloo",
     **read: bool,
 ) -> Iterator[Played]:
     """Play a rank's first steps without memory.
@@ -121,10 +121,10 @@ def dry(
         steps: how many steps; the third is like those that follow.
         peers: what other ranks say; None is the same as this one.
         routes: how many tokens each expert gets.
-        averages: the backend averages by itself.
+        backend: of the process groups that are played.
         read: what the ledger reads beside storages: `kernels`, `modules`.
     """
-    world = dry_world(plan.mesh.world_size, rank, peers=peers, averages=averages)
+    world = dry_world(plan.mesh.world_size, rank, peers=peers, backend=backend)
     with world, without_collector(), forced_routes(routes), unguarded():
         ledger = Ledger(("meta", "cpu"), **read)
         played = Played(plan, ledger, torch.device("meta"))
