@@ -24,6 +24,7 @@ TITLES = {"torch": "PyTorch", "mindspore": "MindSpore"}
 NEUTRAL = "torch-cpu"  # where tests are run that no framework takes part in
 ELSEWHERE = f"no framework in it: run on {NEUTRAL}"
 TIERS = ("smoke", "device", "usual", "all")
+EXAMPLES = 400  # of a test of hypothesis where all tests run; else an eighth
 LEFT_OUT = "hp_testing left out"  # in what a worker of pytest-xdist tells
 # How many tests the tier left out.
 _OTHER_TIER = pytest.StashKey[int]()
@@ -66,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     pool.warning_filters = _filters(config)
     config.stash[_LEFT_OUT] = Counter()
     config.stash[_OTHER_TIER] = 0
+    _set_examples(EXAMPLES if config.getoption("--tier") == "all" else EXAMPLES // 8)
     text = (
         "framework(name): the test is for one framework, torch or mindspore, though its module imports none at its top"
     )
@@ -78,6 +80,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", text)
     text = "not_on(*backends, reason): the test is skipped with these values of --backend, for the reason it gives"
     config.addinivalue_line("markers", text)
+
+
+def _set_examples(count: int) -> None:
+    """Tell hypothesis how many examples to try, where a test doesn't; not needed where it isn't installed."""
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+
+        settings.register_profile("tier", max_examples=count)
+        settings.load_profile("tier")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -124,7 +135,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what has been imported and collected out of the garbage collections to come: a million objects."""
+    """Leave what has been imported and collected out of garbage collections, a million objects; share the cores."""
+    target.share_cores()
     gc.freeze()
 
 
