@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", text)
     text = "device: the test is of what another device or its plugin for PyTorch can break; see --tier"
     config.addinivalue_line("markers", text)
-    text = "thorough: a slow variant of what another test of the module covers; see --tier"
+    text = "thorough: a slow variant of what another test covers; see --tier"
     config.addinivalue_line("markers", text)
     text = "not_on(*backends, reason): the test is skipped with these values of --backend, for the reason it gives"
     config.addinivalue_line("markers", text)
