@@ -130,7 +130,7 @@ def test_what_forbids_to_go_on_is_found_before_ranks_start(tmp_path, begun, monk
         check_resume(plan, tmp_path / "strange")
 
 
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, pytest.param({"tp": 2}, marks=pytest.mark.thorough)], ids=str)
 def test_tokens_are_counted_without_padding(tmp_path, mesh):
     """Seven full samples and the rest of the text: an epoch of two steps."""
     packed = {"tokenizer": "bytes", "packing": True, "sequence_length": 57}
