@@ -46,7 +46,7 @@ def test_communication_by_parameter():
 
 # ---- a smaller group
 @on_ranks(4)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.thorough) for size in (1, 4))])
 def test_reshard_to_a_smaller_group(size: int):
     train(*pair(double(Net), reshard_after_forward=size))
     policy = MixedPrecisionPolicy(mindspore.float32)
