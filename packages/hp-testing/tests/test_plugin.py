@@ -158,16 +158,26 @@ def test_an_expression_that_selects_nothing_fails(tmp_path):
 
 
 @ONCE
-def test_slow_variants_run_when_asked_for(tmp_path):
+def test_slow_variants_and_more_examples_run_when_asked_for(tmp_path):
     text = """
 import pytest
+from hypothesis import given, settings, strategies
 
 @pytest.mark.parametrize("size", [1, pytest.param(8, marks=pytest.mark.thorough)])
 def test_sizes(size): ...
+
+tried = []
+
+@given(strategies.integers())
+def test_examples(number):
+    tried.append(number)
+
+def test_last():
+    assert len(tried) == settings.default.max_examples == 50
 """
     output = run_pytest(tmp_path, text=text)
-    assert "1 passed, 1 deselected" in output and "left out, of another tier: 1 tests (--tier all runs them)" in output
-    assert "2 passed" in run_pytest(tmp_path, "--tier", "all", text=text)
+    assert "3 passed, 1 deselected" in output and "left out, of another tier: 1 tests (--tier all runs them)" in output
+    assert "4 passed" in run_pytest(tmp_path, "--tier", "all", text=text.replace("50", "400"))
 
 
 @ONCE
