@@ -59,7 +59,7 @@ def test_a_run_goes_on_from_files_of_each_rank(tmp_path, undisturbed):
     assert (tmp_path / "run" / "checkpoints" / "step-00000005" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("after", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("after", [pytest.param({"tp": 2}, marks=pytest.mark.thorough), {"pp": 2}], ids=str)
 def test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, after):
     run_ranks(2, run, tmp_path, {"dp_shard": 2})
     with open(tmp_path / "run" / "metrics.jsonl", "a") as lines:
