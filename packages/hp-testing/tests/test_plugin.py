@@ -200,6 +200,25 @@ def test_another(): ...
 
 
 @ONCE
+def test_what_a_device_can_break_is_tried_on_the_fewest_ranks(tmp_path):
+    text = """
+import pytest
+
+def test_first(): ...
+
+@pytest.mark.device
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("size", [1, 8])
+def test_marked(size): ...
+
+def test_another(): ...
+"""
+    output = run_pytest(tmp_path, "-v", "--tier", "device", text=text)
+    found = re.findall(r"::(test_\w+(?:\[[\w-]+\])?) PASSED", output)
+    assert found == ["test_first", "test_marked[1-ranks2]", "test_marked[8-ranks2]"]
+
+
+@ONCE
 def test_ranks_end_once_the_last_test_of_their_number_is_done(tmp_path):
     output = run_pytest(
         tmp_path,

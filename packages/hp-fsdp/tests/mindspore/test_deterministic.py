@@ -138,7 +138,7 @@ def weights_after(
 
 
 JOBS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "accumulated": ({}, (2, 3)),
+    "accumulated": ({}, (3,)),
     "replicas": ({"replicas": 2}, (2, 4)),
     "mixed precision": ({"low": True}, (1, 3)),
     "by parameter": ({"comm_fusion": False}, (3,)),

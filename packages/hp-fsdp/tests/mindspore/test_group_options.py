@@ -88,7 +88,7 @@ def by_rows(parameter: Any) -> Shard | None:
     return Shard(0) if len(parameter.shape) == 2 else None
 
 
-@on_ranks(2, 3)
+@on_ranks(3, thorough=(2,))
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_whole_rows(deterministic: bool):
     reference, model = pair(double(Net), shard_placement_fn=by_rows, deterministic=deterministic)

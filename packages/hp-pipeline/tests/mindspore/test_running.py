@@ -62,7 +62,7 @@ def compare(name, micro_batches, stages, optimize=Descent):
             close(one, other)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, thorough=(1,))
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_schedule_equals_one_process(name, ranks):
     for micro_batches in (1, 2 * ranks + 1):

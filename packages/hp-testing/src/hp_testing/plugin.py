@@ -6,6 +6,7 @@ import ast
 import contextlib
 import copy
 import gc
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,19 +144,21 @@ def pytest_collection_finish() -> None:
 def _keep_tier(config: pytest.Config, items: list[pytest.Item], tier: str) -> None:
     """Leave out the tests that are not of a tier. Where tests were chosen by name, nothing is left out.
 
-    Of `device` is what the kernels of another device, its streams and its communication have a part in; the first test
-    of each module stays, so that every feature is tried once. Of `smoke` is a case of each test with the mark, that on
-    two ranks where there is one.
+    Of `device` is what the kernels of another device, its streams and its communication have a part in, each case on
+    one number of ranks; the first test of each module stays, so that every feature is tried once. Of `smoke` is a case
+    of each test with the mark, that on two ranks where there is one.
     """
     if tier == "all" or any("::" in argument for argument in config.args):
         return
     modules: set[Path] = set()
     smoke = _smoke(items) if tier == "smoke" else set()
+    usual = {item for item in items if not item.get_closest_marker("thorough")}
+    fewest = _on_fewest_ranks(usual) if tier == "device" else set()
     kept, left = [], []
     for item in items:
-        stays = item in smoke if tier == "smoke" else not item.get_closest_marker("thorough")
+        stays = item in (smoke if tier == "smoke" else usual)
         if stays and tier == "device":
-            stays = item.path not in modules or item.get_closest_marker("device") is not None
+            stays = item.path not in modules or item in fewest and item.get_closest_marker("device") is not None
             modules.add(item.path)
         (kept if stays else left).append(item)
     if left:
@@ -172,6 +175,14 @@ def _smoke(items: list[pytest.Item]) -> set[pytest.Item]:
             test = item.path, getattr(item, "originalname", item.name)
             if test not in chosen or _world_size(chosen[test]) != 2 == _world_size(item):
                 chosen[test] = item
+    return set(chosen.values())
+
+
+def _on_fewest_ranks(items: set[pytest.Item]) -> set[pytest.Item]:
+    """Choose each case on the fewest ranks that communicate: how many there are is nothing to a device."""
+    chosen: dict[tuple[Path, str], pytest.Item] = {}
+    for item in sorted(items, key=lambda item: (_world_size(item) == 1, _world_size(item))):
+        chosen.setdefault((item.path, re.sub(r"\branks\d+", "ranks", item.name)), item)
     return set(chosen.values())
 
 

@@ -174,11 +174,10 @@ def _free_port() -> int:
 
 
 def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(folder):
-    process = start(folder, *COMMAND, *TRAIN, "--json", VICTIM="1", SAY="1")
+    process = start(folder, *COMMAND, *TRAIN, VICTIM="1", SAY="1")
     out, err = process.communicate(timeout=180)
     assert process.returncode == 1
-    steps = [json.loads(line)["step"] for line in out.splitlines() if line.startswith("{")]
-    assert steps == [1, 2] and "rank 0, training: True" in out, "what rank 0 says is shown as it goes"
+    assert "rank 0, training: True\n" in out, "what the model prints on rank 0 is shown"
     assert "error: rank 1 failed first; all ranks are ended. Its end:\nkilled by SIGKILL (process" in err
     assert "\nIt was in step 3 (step), after " in err
     assert "note: step 2 was finished and not saved; there is no checkpoint; no rank was left that could" in err
