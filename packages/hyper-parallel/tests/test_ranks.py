@@ -180,15 +180,15 @@ def test_training_joins_torchrun(folder):
     assert [json.loads(line).get("step") for line in out.splitlines()] == [1, 2, 3, 4, None]
 
 
+@pytest.mark.thorough  # of srun's ranks: test_slurm.py; of a script's under torchrun: hp-plan's test_alike.py
 @pytest.mark.parametrize(
     ("plan", "said", "last"),
     [
         ("wrong.toml", "[optimizer] has no key 'lrr'", "the plan has errors, in the table above: optimizer.lrr"),
-        pytest.param(
+        (
             "none.toml",
             "error: the plan none.toml can't be read: No such file",
             "the plan none.toml can't be read: No such",
-            marks=pytest.mark.thorough,
         ),
     ],
 )
