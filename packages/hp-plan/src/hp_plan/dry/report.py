@@ -136,8 +136,8 @@ class DryReport:
         lines += _table(("rank", "peak", *(_HEADS.get(kind, kind) for kind in KINDS)), rows)
         fullest = max(self.ranks, key=lambda each: each.peak.live)
         place = ", ".join(f"{axis} {number}" for axis, number in fullest.coordinates.items())
-        where = f" of {fullest.peak.module}" if fullest.peak.module else ""
-        lines += ["", f"rank {fullest.rank} ({place}) holds most in {fullest.peak.phase}{where}:"]
+        lines += ["", f"rank {fullest.rank} ({place}) holds most in {fullest.peak.phase}:"]
+        lines += [f"  in {fullest.peak.module}"[:80]] if fullest.peak.module else []
         for held in fullest.peak.top[:8]:
             shape = " x ".join(map(str, held.shape))
             origin = f"{held.operator or 'before the step'} {held.module}".strip()
@@ -157,7 +157,7 @@ class DryReport:
             total = calls.setdefault((kind, axes), [0, 0])
             total[0] += count.calls
             total[1] += count.bytes
-        rows = [[" x ".join(axes), kind, str(number), size(total)]
+        rows = [[" x ".join(axes), kind, str(number), _short(total)]
                 for (kind, axes), (number, total) in sorted(calls.items(), key=lambda each: -each[1][1])]  # fmt: skip
         return ["", *_table(("over", "collective", "calls", "bytes"), rows)] if rows else []
 
