@@ -1,0 +1,1 @@
+"""What a rank of a plan would do, without its memory."""
