@@ -104,11 +104,7 @@ def test_counts_grow_with_micro_batches_blocks_and_shards(numbers):
         flops = each * point.micro_batches * (1 + numbers[5] * point.blocks) + once * (
             numbers[6] + numbers[7] * point.blocks
         )
-        return (
-            {"flops": flops, ("bytes", "tp"): 2 * flops}
-            if point.blocks > 3
-            else {"flops": flops, ("bytes", "tp"): 2 * flops}
-        )
+        return {"flops": flops, ("bytes", "tp"): 2 * flops}
 
     points = [
         Point(b, 64, n, m, blocks)
