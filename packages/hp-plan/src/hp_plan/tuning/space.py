@@ -119,7 +119,9 @@ RULES: dict[str, Rule] = {
     ),
     "ep divides the experts": Rule(lambda x: (x.ep == 1) | (x.experts % x.ep == 0)),
     "the batch divides over dp": Rule(lambda x: x.batch % (x.dp_replicate * x.dp_shard) == 0),
-    "[fsdp] has an effect": Rule(lambda x: (not x.fsdp) | (x.dp_shard * x.cp > 1)),
+    "[fsdp] has an effect": Rule(
+        lambda x: (not x.fsdp) | (x.dp_replicate * x.dp_shard * x.cp > 1) | (x.tp * x.pp == 1)
+    ),
     "[context] has an effect": Rule(lambda x: (not x.context) | (x.cp > 1)),
     "[experts] has an effect": Rule(lambda x: (not x.expert_options) | (x.ep > 1)),
     "[pipeline] has an effect": Rule(lambda x: (not x.pipeline) | (x.pp > 1)),
@@ -138,7 +140,7 @@ class Space:
     """Plans that no rule refuses.
 
     Attributes:
-        base: tables without what is chosen.
+        base: tables without what the columns say.
         ranks: of each plan.
         model: numbers of the model.
         columns: a number a plan for each of `COLUMNS`. `recompute` and `reshard` are 0 or 1, `schedule` is a place in
@@ -187,7 +189,8 @@ class Space:
         layers, pp = data.pop("layers", None), row["pp"]
         chosen: dict[str, dict[str, Any]] = {"mesh": {axis: row[axis] for axis in MESH if row[axis] > 1}, "data": data}
         if pp > 1:
-            split = {} if "split" in self.base.get("pipeline", {}) else {"split": "even"}
+            given = layers is None and "split" in self.base.get("pipeline", {})
+            split = {} if given else {"split": "even"}
             name = SCHEDULES[row["schedule"]]
             chosen["pipeline"] = {"schedule": name, "micro_batches": row["micro_batches"], **split}
         elif row["micro_batches"] > 1:
@@ -201,17 +204,12 @@ class Space:
             chosen["model"] = {"overrides": {**overrides, self.model.layers_key: layers}}
         tables = dict(self.base)
         for section, values in chosen.items():
-            merged = {**{k: v for k, v in tables.get(section, {}).items() if k not in _sizes(section)}, **values}
-            tables[section] = merged
+            tables[section] = {**tables.get(section, {}), **values}
         return {name: table for name, table in tables.items() if table != {}}
 
     def plan(self, index: int) -> ParallelPlan:
         """Return one plan."""
         return ParallelPlan.from_dict(self.tables(self.row(index)))
-
-
-def _sizes(section: str) -> Collection[str]:
-    return MESH if section == "mesh" else ()
 
 
 def enumerate_plans(
@@ -284,11 +282,11 @@ def _kept(tables: Mapping[str, Any], free: Collection[str]) -> tuple[dict[str, A
         section, _, name = key.partition(".")
         if name not in base.get(section, {}):
             continue
-        if key in free or section in free:
+        given = key not in free and section not in free
+        if given:
+            kept[column] = kept[key] = base[section][name]
+        if not given or column not in ("recompute", "reshard"):  # whose value no column holds
             del base[section][name]
-        else:
-            kept[column] = base[section][name]
-            kept[key] = True
     if "schedule" in kept and kept["schedule"] not in SCHEDULES[1:]:
         raise ValueError(
             f"got pipeline.schedule = {kept['schedule']!r}, but plans are chosen among {', '.join(SCHEDULES[1:])}: name"
@@ -371,6 +369,6 @@ def _facts(space: Space, hardware: Hardware, kept: Mapping[str, Any]) -> dict[st
         "fsdp": bool(fsdp),
         "context": bool(base.get("context")),
         "expert_options": bool(base.get("experts")),
-        "pipeline": bool(pipeline),
+        "pipeline": bool(pipeline) or "pipeline.micro_batches" in kept or kept.get("schedule", "1f1b") != "1f1b",
         "accumulate": "run.accumulate" in kept and kept["micro_batches"] > 1,
     }
