@@ -122,11 +122,11 @@ def random_space(seed):
     tables = {
         **TABLES,
         "data": {"batch_size": draw.choice((8, 12)), "sequence_length": draw.choice((1024, 2048))},
-        "mesh": dict(draw.sample([("cp", 1), ("ep", 1), ("pp", 1), ("tp", 1), ("dp_replicate", 1)], 2)),
+        "mesh": dict.fromkeys(draw.sample(("cp", "ep", "pp", "tp", "dp_replicate"), 3), 1),
     }
-    if draw.random() < 0.5:
+    if draw.random() < 0.7:
         tables["memory"] = {"recompute": []}
-    hardware = machine(draw.choice((2**24, 2**25, 2**26, 2**28, 2**34)), network=draw.choice((1e9, 5e9, 50e9)))
+    hardware = machine(draw.choice((2**25, 2**26, 2**27, 2**28, 2**34)), network=draw.choice((1e9, 5e9, 50e9)))
     return tables, draw.choice((2, 4, 4, 6, 8)), model, hardware
 
 
@@ -143,12 +143,12 @@ def test_the_best_is_that_of_brute_force(block):
             continue
         tuned = tune(tables, ranks, model=model, hardware=hardware, trace=invented)
         best = tuned.candidates[0]
-        assert best.seconds.total == pytest.approx(expected[0][0], rel=1e-9), seed
+        assert best.seconds.total == pytest.approx(expected[0][0], rel=1e-8), seed
         assert len(tuned.candidates) == min(10, len(expected)), seed
         for candidate, (seconds, *_) in zip(tuned.candidates, expected, strict=False):
-            assert candidate.seconds.total == pytest.approx(seconds, rel=1e-9), seed
+            assert candidate.seconds.total == pytest.approx(seconds, rel=1e-8), seed
             assert candidate.memory <= hardware.room
-        twins = {memory for seconds, memory, _ in expected if seconds <= expected[0][0] * (1 + 1e-9)}
+        twins = {memory for seconds, memory, _ in expected if seconds <= expected[0][0] * (1 + 1e-8)}
         assert min(abs(best.memory - memory) for memory in twins) <= 64, seed
 
 
