@@ -130,7 +130,7 @@ def random_space(seed):
     return tables, draw.choice((2, 4, 4, 6, 8)), model, hardware
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", [0, *(pytest.param(each, marks=pytest.mark.thorough) for each in range(1, 10))])
 def test_the_best_is_that_of_brute_force(block):
     """Twenty random spaces each."""
     for seed in range(20 * block, 20 * block + 20):

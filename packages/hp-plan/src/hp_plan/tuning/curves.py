@@ -137,12 +137,10 @@ class Curve:
 
     Attributes:
         fitted: coefficients [terms, moments].
-        optimizer_from: moment at which the optimizer's step begins.
         misfit: bytes by which the worst moment of a fitted trace is missed; below a half where they are polynomials.
     """
 
     fitted: Fitted
-    optimizer_from: int
     misfit: float
 
     @classmethod
@@ -156,7 +154,7 @@ class Curve:
             OperationsDiffer: two traces do not have as many operations.
         """
         for point, trace in zip(points, traces, strict=True):
-            if len(trace.live) != len(traces[0].live) or trace.optimizer_from != traces[0].optimizer_from:
+            if len(trace.live) != len(traces[0].live):
                 raise OperationsDiffer(
                     f"a step has {len(traces[0].live)} operations at {_described(points[0])}, but {len(trace.live)} at"
                     f" {_described(point)}: there is no curve through both."
@@ -164,7 +162,7 @@ class Curve:
         rows = np.stack([point.memory for point in points])
         values = np.array([trace.live for trace in traces], dtype=np.float64)
         fitted = Fitted.to(rows, values)
-        return cls(fitted, traces[0].optimizer_from, float(np.abs(fitted.at(rows) - values).max(initial=0.0)))
+        return cls(fitted, float(np.abs(fitted.at(rows) - values).max(initial=0.0)))
 
     def live(self, point: Point) -> NDArray[np.int64]:
         """Return the live bytes at each operation, moments last.
@@ -176,13 +174,8 @@ class Curve:
 
     def peak(self, point: Point) -> Number:
         """Return the most of them: an integer, or an array of integers."""
-        return np.maximum(*self.peaks(point))
-
-    def peaks(self, point: Point) -> tuple[Number, Number]:
-        """Return the most before the optimizer's step, and in it: integers, or arrays of them."""
-        live = self.live(point)
-        before, after = live[..., : self.optimizer_from], live[..., self.optimizer_from :]
-        return before.max(axis=-1, initial=0), after.max(axis=-1, initial=0)
+        peaks = self.live(point).max(axis=-1)
+        return peaks if np.ndim(peaks) else int(peaks)
 
 
 def _described(point: Point) -> str:
@@ -215,7 +208,9 @@ def extended(values: Mapping[tuple[int, int], Number], blocks: Number, stages: N
 class Growth:
     """Peaks over blocks and stages, by curves at a few of both.
 
-    The peak before the optimizer's step and that in it grow each at a pace of its own, and are followed apart.
+    The peak may be where the loss is, after all blocks' forwards, or at the end of backward, when all gradients are
+    there, and each grows with the blocks at a pace of its own. So the last quarter of a step is followed moment by
+    moment, counted from its end, where steps of more blocks do the same; of all before it, the maximum.
 
     Attributes:
         curves: at (blocks, stages): of two numbers of blocks, and one or two of stages.
@@ -228,12 +223,16 @@ class Growth:
         b, s, n, blocks, stages = np.broadcast_arrays(
             point.micro_batch, point.length, point.shards, point.blocks, point.stages
         )
-        # Plans of one micro-batch and as many shards share what takes long: the maximum over moments.
+        # Plans of one micro-batch and as many shards share what takes long, the values at each moment.
         rows, place = np.unique(np.stack([b.ravel(), s.ravel(), n.ravel()]), axis=1, return_inverse=True)
-        place = place.reshape(b.shape)
-        found = {at: curve.peaks(Point(*rows)) for at, curve in self.curves.items()}
-        parts = [extended({at: each[part][place] for at, each in found.items()}, blocks, stages) for part in (0, 1)]
-        peak = np.maximum(*parts)
+        live = {at: curve.live(Point(*rows)) for at, curve in self.curves.items()}
+        tail = max(1, min(each.shape[-1] for each in live.values()) // 4)
+        before = {at: each[:, :-tail].max(axis=-1, initial=0)[place.ravel()] for at, each in live.items()}
+        peak = extended(before, blocks.ravel(), stages.ravel())
+        sizes, where = np.unique(np.stack([place.ravel(), blocks.ravel(), stages.ravel()]), axis=1, return_inverse=True)
+        after = {at: each[sizes[0], -tail:] for at, each in live.items()}
+        ends = extended(after, sizes[1][:, None], sizes[2][:, None]).max(axis=-1)
+        peak = np.maximum(peak, ends[where.ravel()]).reshape(b.shape)
         return peak if peak.ndim else int(peak)
 
     def check(self, point: Point, trace: Trace, *, tolerance: float = 1e-3) -> None:
