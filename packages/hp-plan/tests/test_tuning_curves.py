@@ -118,3 +118,22 @@ def test_counts_grow_with_micro_batches_blocks_and_shards(numbers):
     tally.check(far, counts(far))
     with pytest.raises(NotLinear, match="bytes tp at 32 blocks"):
         tally.check(far, {**counts(far), ("bytes", "tp"): 0.0})
+
+
+def test_the_loss_and_the_last_gradient_grow_at_paces_of_their_own():
+    def trace(point):
+        blocks, tokens = point.blocks, point.micro_batch * point.length
+        forward = [10**6 * blocks + tokens * 10 * block for block in range(1, blocks + 1)]
+        loss = [forward[-1] + tokens * 2000]
+        backward = [10**6 * blocks + 4 * 10**6 * block for block in range(1, blocks + 1) for _ in range(3)]
+        live = [*forward, *loss, *backward, 10**6 * blocks]
+        return Trace(tuple(live), max(live), 0, len(live), {}, {}, len(live) - 1)
+
+    def curve(blocks):
+        points = [Point(b, 64, 1, 1, blocks) for b in (2, 3)]
+        return Curve.fit(points, [trace(point) for point in points])
+
+    growth = Growth({(blocks, 1): curve(blocks) for blocks in (3, 4)})
+    assert growth.last_block == 3
+    for far in (Point(9, 64, 1, 1, 4), Point(200, 64, 1, 1, 4), Point(200, 64, 1, 1, 100), Point(2, 64, 1, 1, 100)):
+        assert growth.peak(far) == trace(far).peak

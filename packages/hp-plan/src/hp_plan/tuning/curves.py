@@ -137,10 +137,12 @@ class Curve:
 
     Attributes:
         fitted: coefficients [terms, moments].
+        optimizer_from: moment at which the optimizer's step begins.
         misfit: bytes by which the worst moment of a fitted trace is missed; below a half where they are polynomials.
     """
 
     fitted: Fitted
+    optimizer_from: int
     misfit: float
 
     @classmethod
@@ -154,7 +156,7 @@ class Curve:
             OperationsDiffer: two traces do not have as many operations.
         """
         for point, trace in zip(points, traces, strict=True):
-            if len(trace.live) != len(traces[0].live):
+            if len(trace.live) != len(traces[0].live) or trace.optimizer_from != traces[0].optimizer_from:
                 raise OperationsDiffer(
                     f"a step has {len(traces[0].live)} operations at {_described(points[0])}, but {len(trace.live)} at"
                     f" {_described(point)}: there is no curve through both."
@@ -162,7 +164,7 @@ class Curve:
         rows = np.stack([point.memory for point in points])
         values = np.array([trace.live for trace in traces], dtype=np.float64)
         fitted = Fitted.to(rows, values)
-        return cls(fitted, float(np.abs(fitted.at(rows) - values).max(initial=0.0)))
+        return cls(fitted, traces[0].optimizer_from, float(np.abs(fitted.at(rows) - values).max(initial=0.0)))
 
     def live(self, point: Point) -> NDArray[np.int64]:
         """Return the live bytes at each operation, moments last.
@@ -208,31 +210,42 @@ def extended(values: Mapping[tuple[int, int], Number], blocks: Number, stages: N
 class Growth:
     """Peaks over blocks and stages, by curves at a few of both.
 
-    The peak may be where the loss is, after all blocks' forwards, or at the end of backward, when all gradients are
-    there, and each grows with the blocks at a pace of its own. So the last quarter of a step is followed moment by
-    moment, counted from its end, where steps of more blocks do the same; of all before it, the maximum.
+    The peak may be where the loss is, after all blocks' forwards; at the end of backward, when all gradients are
+    there; or in the optimizer's step. Each grows with the blocks at a pace of its own, and so the maxima of these three
+    parts of a step are followed apart. The second is as long as the backward of one block, which is about three
+    quarters of the operations that a block adds for each micro-batch.
 
     Attributes:
         curves: at (blocks, stages): of two numbers of blocks, and one or two of stages.
+        micro_batches: of the traces with the fewer stages.
     """
 
     curves: Mapping[tuple[int, int], Curve]
+    micro_batches: int = 1
+
+    @property
+    def last_block(self) -> int:
+        """Operations of the last block's backward, about."""
+        stages = min(stages for _, stages in self.curves)
+        few, *_, many = sorted(blocks for blocks, each in self.curves if each == stages)
+        more = self.curves[many, stages].optimizer_from - self.curves[few, stages].optimizer_from
+        return max(1, 3 * more // (4 * self.micro_batches * (many - few)))
 
     def peak(self, point: Point) -> Number:
         """Return the most live bytes at a point: an integer, or an array of integers."""
         b, s, n, blocks, stages = np.broadcast_arrays(
             point.micro_batch, point.length, point.shards, point.blocks, point.stages
         )
-        # Plans of one micro-batch and as many shards share what takes long, the values at each moment.
+        # Plans of one micro-batch and as many shards share what takes long, the maxima over moments.
         rows, place = np.unique(np.stack([b.ravel(), s.ravel(), n.ravel()]), axis=1, return_inverse=True)
-        live = {at: curve.live(Point(*rows)) for at, curve in self.curves.items()}
-        tail = max(1, min(each.shape[-1] for each in live.values()) // 4)
-        before = {at: each[:, :-tail].max(axis=-1, initial=0)[place.ravel()] for at, each in live.items()}
-        peak = extended(before, blocks.ravel(), stages.ravel())
-        sizes, where = np.unique(np.stack([place.ravel(), blocks.ravel(), stages.ravel()]), axis=1, return_inverse=True)
-        after = {at: each[sizes[0], -tail:] for at, each in live.items()}
-        ends = extended(after, sizes[1][:, None], sizes[2][:, None]).max(axis=-1)
-        peak = np.maximum(peak, ends[where.ravel()]).reshape(b.shape)
+        place, length = place.reshape(b.shape), self.last_block
+        parts: list[dict[tuple[int, int], Number]] = [{}, {}, {}]
+        for at, curve in self.curves.items():
+            live, end = curve.live(Point(*rows)), curve.optimizer_from
+            begin = max(0, end - length)
+            for part, values in zip(parts, (live[:, :begin], live[:, begin:end], live[:, end:]), strict=True):
+                part[at] = values.max(axis=-1, initial=0)[place]
+        peak = np.max([extended(part, blocks, stages) for part in parts], axis=0)
         return peak if peak.ndim else int(peak)
 
     def check(self, point: Point, trace: Trace, *, tolerance: float = 1e-3) -> None:

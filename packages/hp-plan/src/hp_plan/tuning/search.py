@@ -366,7 +366,8 @@ class _Search:
                 several.setdefault((point.blocks, point.stages), []).append(index)
         growths = {
             several: Growth(
-                {at: Curve.fit([points[i] for i in own], [traces[i] for i in own]) for at, own in curves.items()}
+                {at: Curve.fit([points[i] for i in own], [traces[i] for i in own]) for at, own in curves.items()},
+                min(points[i].micro_batches for own in curves.values() for i in own),
             )
             for several, curves in groups.items()
         }
