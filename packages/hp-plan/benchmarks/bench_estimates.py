@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 import hp_platform
 from hp_plan import ParallelPlan, build_model, build_optimizer, build_parallel_model
 from hp_plan.port import models
-from hp_plan.proposal import Estimate, _Counts
 from hp_plan.torch.training.loss import backward_loss
+from hp_plan.tuning.proposal import Estimate, _Counts
 
 LLAMA = {
     "vocab_size": 512,

@@ -10,7 +10,7 @@ from hp_pipeline import Pipeline, check, placed
 from hp_plan import ParallelPlan, build_model
 from hp_plan.features.pipelines import ORDERS
 from hp_plan.port import models
-from hp_plan.proposal import _Counts, _in_flight
+from hp_plan.tuning.proposal import _Counts, _in_flight
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
 

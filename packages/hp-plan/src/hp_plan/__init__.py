@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hp_plan.application import apply
+from hp_plan.checks.verification import ModuleDifference, VerifyResult
 from hp_plan.dry.report import DryReport
 from hp_plan.linting import lint
 from hp_plan.plan import ParallelPlan
@@ -32,7 +33,6 @@ from hp_plan.sections import (
     ScheduleSection,
     ValidationSection,
 )
-from hp_plan.verification import ModuleDifference, VerifyResult
 from hp_platform.extend import lazy_exports
 
 __all__ = [

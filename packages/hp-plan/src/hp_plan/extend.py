@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hp_plan.checks.alike import draws
+from hp_plan.checks.verification import TORCH_ONLY
 from hp_plan.dry.picture import draw_memory
 from hp_plan.features.adapters import saved_name
 from hp_plan.features.loss import cut_rows, share_out
@@ -11,13 +12,12 @@ from hp_plan.features.pipelines import Choice, Outlook, outlook
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage
 from hp_plan.plan import data_parallel_place, data_parallel_rows, json_schema, read_plan, read_toml
 from hp_plan.port import build, verifier
-from hp_plan.proposal import Estimate, Proposal, propose
 from hp_plan.reading.diagnostics import near_misses
 from hp_plan.reading.overrides import Setting, override, settings
 from hp_plan.structure.model_source import vocabulary
 from hp_plan.structure.outline import positions
 from hp_plan.structure.style_tables import style_notes
-from hp_plan.verification import TORCH_ONLY
+from hp_plan.tuning.proposal import Estimate, Proposal, propose
 
 __all__ = [
     "Choice",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from hp_plan.checks.verification import TORCH_ONLY
 from hp_plan.plan import ParallelPlan
-from hp_plan.verification import TORCH_ONLY
 
 
 def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> NoReturn:

@@ -17,10 +17,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hp_dtensor import DTensor
+from hp_plan.checks.verification import ModuleDifference, VerifyResult
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.torch.training.parts import Part, parts
-from hp_plan.verification import ModuleDifference, VerifyResult
 from hp_platform import get_platform
 from hp_platform.extend import reduce_numbers, share_bytes
 from hp_styles.extend import runs_on_parts

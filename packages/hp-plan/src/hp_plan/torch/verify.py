@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hp_plan.application import apply
+from hp_plan.checks.verification import VerifyResult
 from hp_plan.features.loss import IGNORED
 from hp_plan.plan import ParallelPlan, context_tokens, data_parallel_rows
 from hp_plan.port import models
@@ -23,7 +24,6 @@ from hp_plan.torch.sequences.context_guard import unguarded
 from hp_plan.torch.training.loss import backward_loss, gives_items
 from hp_plan.torch.training.objectives import Objective
 from hp_plan.torch.training.parts import clip_gradients
-from hp_plan.verification import VerifyResult
 from hp_platform import get_platform
 
 

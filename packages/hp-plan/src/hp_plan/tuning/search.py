@@ -1,0 +1,419 @@
+"""The fastest plans of a space that fit a machine, found by traces of a few of them.
+
+Note [Which plans are traced]
+Plans whose ranks run the same program at other sizes are of one kind: they have alike `tp`, `cp`, `ep`, recompute,
+reshard and schedule, and the same axes with more than one rank. Of a kind a few small plans are traced: 3 and 4 blocks
+a rank, micro-batches of 2 and 3 samples, one micro-batch and two, `dp_shard` of the two least sizes; with stages, 2 and
+3 of them, the first and the last rank, which hold and compute more than those between. Curves lead from these to all
+plans of the kind, and a trace of 5 blocks (and 4 stages) checks them. Micro-batches of one sample, which have some
+operations of their own, and ranks of fewer blocks are read off the same curves.
+
+Kinds are visited in the order of a bound: no plan is faster than its blocks would be with nothing computed again,
+nothing gathered twice, and all gathers hidden, which the kind without stages, recompute and reshard has counted. Those
+whose bound is above the best plans' seconds are not traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hp_offload.extend import size
+from hp_plan.dry.trace import Trace
+from hp_plan.plan import ParallelPlan
+from hp_plan.tuning.curves import Curve, Growth, Point, Tally
+from hp_plan.tuning.hardware import Hardware
+from hp_plan.tuning.seconds import Priced, Seconds, count_work, price
+from hp_plan.tuning.space import MESH, SCHEDULES, ModelSizes, Space, enumerate_plans
+
+Tracer = Callable[[ParallelPlan, Mapping[str, int]], Trace]
+"""Plays one rank of a plan: from the plan and the rank's place on each axis to its trace."""
+
+
+class NothingFits(ValueError):
+    """No plan is legal, or none fits the machine."""
+
+
+class Kind(NamedTuple):
+    """What plans have alike: Note [Which plans are traced]."""
+
+    tp: int
+    cp: int
+    ep: int
+    recompute: int
+    reshard: int
+    schedule: int
+    sharded: int
+    replicated: int
+    experts_sharded: int
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """One rank of a kind: what its memory and its work are at any size.
+
+    Attributes:
+        growths: of its memory: with one micro-batch a step, and with more.
+        tally: of its work.
+    """
+
+    growths: tuple[Growth, ...]
+    tally: Tally
+
+
+Curves = MutableMapping[tuple[Any, ...], tuple[Role, ...]]
+"""Kinds that were traced. One mapping is for one base plan, one model and one table of measured kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan of those that were found best.
+
+    Attributes:
+        plan: the plan.
+        memory: bytes of the rank with the most.
+        seconds: of a step, predicted.
+        measured: seconds of a real step; None where none was run.
+        binds: the largest part of `seconds`: `"compute"`, `"bubble"`, `"tp"` or other axes of messages.
+        why: what it takes, for people.
+    """
+
+    plan: ParallelPlan
+    memory: int
+    seconds: Seconds
+    measured: float | None
+    binds: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What `tune` found.
+
+    Attributes:
+        candidates: the best plans, the fastest first.
+        fell_out: reason -> number of plans: rules of `space.RULES`; `"memory"`; `"refused"`; `"slower by its bound"`.
+        searched: plans in all.
+        traced: traces that were played.
+    """
+
+    candidates: tuple[Candidate, ...]
+    fell_out: Mapping[str, int]
+    searched: int
+    traced: int
+
+
+def tune(
+    tables: Mapping[str, Any],
+    ranks: int,
+    *,
+    model: ModelSizes,
+    hardware: Hardware,
+    trace: Tracer,
+    free: Collection[str] = (),
+    top: int = 10,
+    kernels: Mapping[str, float] | None = None,
+    curves: Curves | None = None,
+    refuses: Callable[[ParallelPlan], bool] | None = None,
+    measure: Callable[[ParallelPlan], float] | None = None,
+    measured: int = 5,
+    play: Callable[..., Iterable[Trace]] = map,
+) -> Tuned:
+    """Find the fastest plans of a number of ranks: Note [Which plans are traced].
+
+    What the base plan leaves open is chosen: Note [What is chosen] in `space`. Two calls give one answer: ties go to
+    the plan that needs less memory, then to the one with fewer replicas, shards, ... in the order of `space.COLUMNS`.
+
+    Args:
+        tables: of the base plan.
+        ranks: of each plan.
+        model: numbers of the model.
+        hardware: the machine.
+        trace: plays a rank.
+        free: keys or sections that are chosen although `tables` gives them.
+        top: how many plans to find.
+        kernels: measured seconds of kernels: see `count_work`.
+        curves: kinds that were traced before; those that are traced are added.
+        refuses: is asked for the best plans; one of which it says True is left out, as for what `lint` finds.
+        measure: runs real steps of a plan and returns the seconds of one.
+        measured: of how many of the best plans; the fastest of these come first then.
+        play: calls `trace` for each of two lists of arguments: `map`, or that of a pool of processes.
+
+    Raises:
+        NothingFits: no plan is legal, or none fits; it says by which reasons, and the least excess.
+        NotLinear: blocks are not all alike; see `ModelSizes.period`.
+    """
+    space = enumerate_plans(tables, ranks, model, hardware, free=free)
+    if not len(space):
+        raise NothingFits(f"none of {space.searched} plans of {ranks} ranks is legal: {_counted(space.fell_out)}.")
+    search = _Search(space, hardware, trace, kernels, {} if curves is None else curves, play)
+    fell_out, best = search.best(top, refuses)
+    if not best:
+        raise NothingFits(search.shortage(fell_out))
+    found = tuple(search.candidate(index) for index in best)
+    if measure is not None:
+        run = [replace(each, measured=measure(each.plan)) for each in found[:measured]]
+        found = (*sorted(run, key=lambda each: each.measured or 0.0), *found[measured:])
+    return Tuned(found, fell_out, space.searched, search.traced)
+
+
+def _counted(fell_out: Mapping[str, int]) -> str:
+    return "; ".join(f"{name}: {count:,}" for name, count in sorted(fell_out.items(), key=lambda item: -item[1]))
+
+
+class _Search:
+    """A search of a space.
+
+    Attributes:
+        traced: traces that were played.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        hardware: Hardware,
+        trace: Tracer,
+        kernels: Mapping[str, float] | None,
+        curves: Curves,
+        play: Callable[..., Iterable[Trace]],
+    ) -> None:
+        self.space, self.hardware, self.trace, self.kernels, self.play = space, hardware, trace, kernels, play
+        self.curves, self.traced = curves, 0
+        self.dtype = _dtype(space.base)
+        columns = space.columns
+        shared = columns["dp_shard"] * columns["cp"] * columns["tp"] // columns["ep"]
+        flags = [columns["dp_shard"] > 1, columns["dp_replicate"] > 1, (columns["ep"] > 1) & (shared > 1)]
+        names = ("tp", "cp", "ep", "recompute", "reshard", "schedule")
+        rows = np.stack([*(columns[name] for name in names), *(flag.astype(np.int64) for flag in flags)], axis=1)
+        kinds, place = np.unique(rows, axis=0, return_inverse=True)
+        order = np.argsort(place.ravel(), kind="stable")
+        bounds = np.searchsorted(place.ravel()[order], np.arange(len(kinds) + 1))
+        self.members: dict[Kind, NDArray[np.int64]] = {
+            Kind(*map(int, kind)): order[bounds[index] : bounds[index + 1]] for index, kind in enumerate(kinds)
+        }
+        self.many = bool((columns["micro_batches"] > 1).any())
+        self.seconds = np.full(len(space), np.inf)
+        self.memory = np.zeros(len(space), dtype=np.int64)
+        shards: dict[tuple[int, ...], set[int]] = {}
+        for kind, members in self.members.items():
+            shards.setdefault(_sizes_of(kind), set()).update(columns["dp_shard"][members].tolist())
+        self.shards = {sizes: tuple(sorted(found)[:2]) for sizes, found in shards.items()}
+
+    def best(self, top: int, refuses: Callable[[ParallelPlan], bool] | None) -> tuple[dict[str, int], list[int]]:
+        """Return how many plans fell out, by reason, and the best plans' indices."""
+        fell_out = dict(self.space.fell_out)
+        found: list[tuple[float, int, int]] = []
+
+        def leave(reason: str, count: int) -> None:
+            if count:
+                fell_out[reason] = fell_out.get(reason, 0) + count
+
+        for bound, kind in sorted((self._bound(kind), kind) for kind in self.members):
+            members = self.members[kind]
+            if len(found) == top and bound > found[-1][0] * (1 + 1e-6):
+                leave("slower by its bound", len(members))
+                continue
+            memory, priced = self._evaluate(kind, members)
+            self.memory[members], self.seconds[members] = memory, priced.total
+            fits = members[memory <= self.hardware.room]
+            leave("memory", len(members) - len(fits))
+            kept = 0
+            for index in fits[np.lexsort((fits, self.memory[fits], _rounded(self.seconds[fits])))].tolist():
+                entry = float(_rounded(self.seconds[index])), int(self.memory[index]), index
+                if kept == top or (len(found) == top and entry > found[-1]):
+                    break
+                if refuses is not None and refuses(self.space.plan(index)):
+                    leave("refused", 1)
+                    continue
+                kept += 1
+                found = sorted([*found, entry])[:top]
+        return fell_out, [index for *_, index in found]
+
+    def shortage(self, fell_out: Mapping[str, int]) -> str:
+        """Say why nothing is left."""
+        index = int(np.lexsort((np.arange(len(self.memory)), self.memory))[0])
+        plan, excess = self.space.plan(index), int(self.memory[index]) - self.hardware.room
+        message = f"none of {self.space.searched} plans of {self.space.ranks} ranks is left: {_counted(fell_out)}."
+        if excess <= 0:
+            return message
+        needs = f"{size(self.memory[index])} of {size(self.hardware.room)}, {size(excess)} too much"
+        return f"{message} The one that needs least, {plan.mesh.described}, takes {needs}: give more ranks or memory."
+
+    def candidate(self, index: int) -> Candidate:
+        """Describe a plan."""
+        row, plan = self.space.row(index), self.space.plan(index)
+        kind = next(kind for kind, members in self.members.items() if index in members)
+        seconds = self._evaluate(kind, np.array([index]))[1].one()
+        binds = max(seconds.parts, key=lambda part: seconds.parts[part])
+        micros = row["micro_batches"]
+        samples = self.space.batch // (row["dp_replicate"] * row["dp_shard"] * micros)
+        shares = [f"{part} {time / seconds.total:.0%}" for part, time in seconds.parts.items() if time > 0]
+        what = [
+            plan.mesh.described + (f", ep {row['ep']}" if row["ep"] > 1 else ""),
+            f"{micros} micro-batch{'es' if micros > 1 else ''} of {samples} x {self.space.length} tokens",
+            *([SCHEDULES[row["schedule"]]] if row["schedule"] else []),
+            *(["blocks are computed again"] if row["recompute"] else []),
+            *([] if row["reshard"] else ["gathered weights stay for backward"]),
+            f"{size(self.memory[index])} of {size(self.hardware.room)}",
+            f"{seconds.total:.3g} s: {', '.join(shares)}",
+        ]
+        return Candidate(plan, int(self.memory[index]), seconds, None, binds, "; ".join(what))
+
+    # ---- plans of a kind ----
+    def _point(self, members: NDArray[np.int64]) -> Point:
+        columns = {name: column[members] for name, column in self.space.columns.items()}
+        samples = self.space.batch // (columns["dp_replicate"] * columns["dp_shard"])
+        return Point(
+            samples // columns["micro_batches"],
+            self.space.length,
+            columns["dp_shard"],
+            columns["micro_batches"],
+            self.space.model.layers // columns["pp"],
+            columns["pp"],
+        )
+
+    def _evaluate(self, kind: Kind, members: NDArray[np.int64]) -> tuple[NDArray[np.int64], Priced]:
+        """Return the memory and the seconds of plans of a kind."""
+        point, memory, priced = self._point(members), np.zeros(len(members), dtype=np.int64), None
+        for role in self._roles(kind):
+            peaks = role.growths[-1].peak(point)
+            if len(role.growths) > 1:
+                peaks = np.where(point.micro_batches == 1, role.growths[0].peak(point), peaks)
+            memory = np.maximum(memory, peaks)
+            seconds = self._price(kind, members, role.tally.at(point))
+            priced = seconds if priced is None else priced.slower(seconds)
+        assert priced is not None, "every kind has a role"
+        return memory, priced
+
+    def _price(
+        self, kind: Kind, members: NDArray[np.int64], work: Mapping[Any, Any], *, overlapped: bool = True
+    ) -> Priced:
+        columns = self.space.columns
+        return price(
+            work,
+            self.hardware,
+            {axis: columns[axis][members] for axis in MESH},
+            dtype=self.dtype,
+            micro_batches=columns["micro_batches"][members],
+            schedule=SCHEDULES[kind.schedule],
+            stages_a_rank=self.space.stages_a_rank[kind.schedule],
+            overlapped=overlapped,
+        )
+
+    def _bound(self, kind: Kind) -> float:
+        """Return seconds that no plan of a kind is below; 0 where the kind that tells them is none of the space."""
+        plain = kind._replace(recompute=0, reshard=0, schedule=0)
+        while plain not in self.members and plain.reshard == 0:
+            plain = plain._replace(reshard=1)
+        if plain not in self.members:
+            return 0.0
+        members = self.members[kind]
+        if plain == kind:
+            return float(self._evaluate(kind, members)[1].total.min())
+        tally, point = self._roles(plain)[0].tally, self._point(members)
+        work: Mapping[Any, Any] = tally.at(point)
+        if kind.schedule:  # a stage may have none of what is outside of blocks
+            outside = tally.at(replace(point, blocks=np.zeros_like(point.blocks)))
+            work = {name: value - outside[name] for name, value in work.items()}
+        return float(self._price(kind, members, work, overlapped=False).total.min())
+
+    # ---- traces of a kind ----
+    def _roles(self, kind: Kind) -> tuple[Role, ...]:
+        """Return the ranks of a kind that decide: the one, or the first and the last stage."""
+        shards = self.shards[_sizes_of(kind)]
+        key = (*kind, shards, self.many)
+        if key not in self.curves:
+            grid, check = list(_grid(self.space, kind, shards, many=self.many)), _check(self.space, kind, shards)
+            points = [*grid, check]
+            ends = (0, -1) if kind.schedule else (0,)
+            plans = [self._plan(kind, point) for point in points]
+            places = [
+                {**dict.fromkeys(plan.mesh.axes, 0), **({"pp": end % point.stages} if kind.schedule else {})}
+                for end in ends
+                for plan, point in zip(plans, points, strict=True)
+            ]
+            traces = list(self.play(self.trace, plans * len(ends), places))
+            self.traced += len(traces)
+            roles = []
+            for end in range(len(ends)):
+                own = traces[end * len(points) : (end + 1) * len(points)]
+                roles.append(self._role(grid, own[:-1], check, own[-1]))
+            self.curves[key] = tuple(roles)
+        return self.curves[key]
+
+    def _plan(self, kind: Kind, point: Point) -> ParallelPlan:
+        row = {
+            **kind._asdict(),
+            "dp_replicate": 1 + kind.replicated,
+            "dp_shard": point.shards,
+            "pp": point.stages,
+            "micro_batches": point.micro_batches,
+        }
+        batch = point.micro_batch * point.micro_batches * point.shards * row["dp_replicate"]
+        return ParallelPlan.from_dict(self.space.tables(row, layers=point.blocks * point.stages, batch_size=batch))
+
+    def _role(self, points: list[Point], traces: list[Trace], check: Point, checked: Trace) -> Role:
+        groups: dict[bool, dict[tuple[int, int], list[int]]] = {}
+        for index, point in enumerate(points):
+            # Steps of more micro-batches hold no more than the first of them here; they are for the work alone.
+            few = point.micro_batches <= 2 * point.stages
+            if few:
+                several = groups.setdefault(point.micro_batches > 1, {})
+                several.setdefault((point.blocks, point.stages), []).append(index)
+        growths = {
+            several: Growth(
+                {at: Curve.fit([points[i] for i in own], [traces[i] for i in own]) for at, own in curves.items()},
+                min(points[i].micro_batches for own in curves.values() for i in own),
+            )
+            for several, curves in groups.items()
+        }
+        tally = Tally.fit(points, [count_work(each, self.kernels) for each in traces])
+        growths[check.micro_batches > 1].check(check, checked)
+        tally.check(check, count_work(checked, self.kernels))
+        return Role(tuple(growths[several] for several in sorted(growths)), tally)
+
+
+def _sizes_of(kind: Kind) -> tuple[int, ...]:
+    return kind.tp, kind.cp, kind.ep, kind.sharded, kind.replicated, kind.experts_sharded
+
+
+def _unit(space: Space, kind: Kind) -> int:
+    """Return the least number of blocks of a rank."""
+    return space.model.period * space.stages_a_rank[kind.schedule]
+
+
+def _grid(space: Space, kind: Kind, shards: tuple[int, ...], *, many: bool) -> Iterator[Point]:
+    """List where a kind is traced."""
+    unit, sizes = _unit(space, kind), [(2, shards[0]), (3, shards[0]), *((2, each) for each in shards[1:])]
+    for blocks in (3 * unit, 4 * unit):
+        for stages in (2, 3) if kind.schedule else (1,):
+            steps = [2 * stages] if kind.schedule else [1, 2] if many else [1]
+            for micros in steps:
+                for samples, share in sizes:
+                    yield Point(samples, space.length, share, micros, blocks, stages)
+        if kind.schedule:
+            for share in shards:
+                yield Point(2, space.length, share, 6, blocks, 2)
+
+
+def _check(space: Space, kind: Kind, shards: tuple[int, ...]) -> Point:
+    """Return where a kind is traced to check it."""
+    stages = 4 if kind.schedule else 1
+    micros = 8 if kind.schedule else 1
+    return Point(5, space.length, shards[-1], micros, 5 * _unit(space, kind), stages)
+
+
+def _dtype(base: Mapping[str, Any]) -> str:
+    run = base.get("run", {}).get("dtype", "float32")
+    return base.get("fsdp", {}).get("param_dtype") or run
+
+
+def _rounded(seconds: Any) -> Any:
+    """Round to ten digits, so that sums in another order are no other plan."""
+    seconds = np.asarray(seconds)
+    scale = 10.0 ** (9 - np.floor(np.log10(np.maximum(seconds, 1e-300))))
+    return np.rint(seconds * scale) / scale
