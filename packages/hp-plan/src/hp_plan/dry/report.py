@@ -79,7 +79,8 @@ class RankReport:
     Attributes:
         rank: its number in the world.
         coordinates: its place on each axis of the mesh.
-        stands_for: how many ranks have its place in the pipeline, and so about its memory.
+        stands_for: how many ranks have its place in the pipeline: with even shards they have its memory too.
+        uneven: its shard of some parameter is not as large as every other rank's.
         peak: where its memory is largest.
         rest: bytes between steps.
         trace: the whole step.
@@ -90,6 +91,7 @@ class RankReport:
     rank: int
     coordinates: Mapping[str, int]
     stands_for: int
+    uneven: bool
     peak: Moment
     rest: int
     trace: Trace

@@ -35,14 +35,14 @@ def dry_run(
     an allocator's rounding, and workspaces of kernels and of communication, come on top.
 
     Example:
-        >>> print(dry_run(ParallelPlan.load("plan.toml"), ranks=1024))
+        >>> print(dry_run(ParallelPlan.from_toml("plan.toml"), ranks=1024))
 
     Args:
         plan: the plan.
         ranks: play the plan on as many ranks, with as many samples for each; `dp_shard` takes what the other axes
             leave. None is the plan's own number.
-        rank: play this rank alone, with pp its column of stages. None is each distinct place: every stage, at the first
-            and the last rank of the other axes, between which uneven shards lie.
+        rank: play this rank alone, with pp its column of stages. None is each distinct place: the first rank of every
+            stage, and where shards are uneven the last one too, between which the others lie.
         memory: with the bytes of each kind at each operation, for a picture.
         kernels: with how often each distinct kernel is called.
 
@@ -56,12 +56,14 @@ def dry_run(
     if rank is not None and not 0 <= rank < mesh.world_size:
         raise ValueError(f"dry_run: rank {rank} is none of {mesh.world_size} ranks, 0 to {mesh.world_size - 1}")
     across = mesh.world_size // mesh.pp  # ranks of a stage: pp is the outermost axis
-    columns = [rank % across] if rank is not None else sorted({0, across - 1})
+    columns = [0 if rank is None else rank % across]
     reports: list[RankReport] = []
     for column in columns:
         stages = {stage: (plan, stage * across + column, memory, kernels) for stage in range(mesh.pp)}
         played = play_stages(play_rank, stages, functools.partial(stage_of, mesh), preload=_PRELOAD)
         reports += [played[stage] for stage in sorted(played)]
+        if rank is None and len(columns) == 1 and across > 1 and any(each.uneven for each in reports):
+            columns.append(across - 1)
     return DryReport(mesh.described, mesh.world_size, tuple(sorted(reports, key=lambda each: each.rank)))
 
 

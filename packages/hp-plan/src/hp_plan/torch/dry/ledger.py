@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from hp_dtensor.torch.extend import Modules
@@ -152,7 +152,7 @@ class Ledger(TorchDispatchMode):
                     return args[0] if func is _COPIES[0] else None
                 args, named = moved
             out = func(*args, **named)
-            for each in tree_leaves(out):
+            for each in (out,) if isinstance(out, T) else out if isinstance(out, (tuple, list)) else ():
                 if isinstance(each, T) and each.device.type in self.devices:
                     self._meet(each, func._schema.name)
             packet = func._overloadpacket
@@ -220,8 +220,13 @@ class Ledger(TorchDispatchMode):
 
     def _on_one_device(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
         """Give an operator of host and meta tensors meta tensors alone; None where it is a copy, which is not made."""
-        kinds = {each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, T) and each.dim()}
-        if "cpu" in kinds and "meta" in kinds:
+        on_host = on_meta = False
+        for each in (*args, *kwargs.values()):
+            for value in each if isinstance(each, (list, tuple)) else (each,):
+                if isinstance(value, T) and value.dim():
+                    on_meta |= value.is_meta
+                    on_host |= value.is_cpu
+        if on_host and on_meta:
             if func in _COPIES:
                 return None
             args, kwargs = tree_map(_without_values, (args, kwargs))

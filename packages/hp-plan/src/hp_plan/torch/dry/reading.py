@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+from hp_dtensor import DTensor
 from hp_plan.dry.report import KINDS, Assumption, Moment, RankReport
 from hp_plan.dry.report import Held as HeldTogether
 from hp_plan.dry.trace import Count, Trace
@@ -44,12 +46,23 @@ def report_of(played: Played, rank: int, *, memory: bool = False) -> RankReport:
         rank=rank,
         coordinates=places,
         stands_for=plan.mesh.world_size // plan.mesh.pp,
+        uneven=any(map(_is_uneven, played.model.parameters())),
         peak=_moment(ledger, held, kinds, step, at),
         rest=live[-1] if live else sum(step.start.values()),
         trace=trace,
         memory=_over_the_step(step, kinds) if memory else {},
         assumed=assumed,
     )
+
+
+def _is_uneven(parameter: Any) -> bool:
+    """Tell whether ranks have shards of different sizes."""
+    if not isinstance(parameter, DTensor):
+        return False
+    pieces = 1
+    for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+        pieces *= size if placement.is_shard() else 1
+    return parameter.to_local().numel() * pieces != parameter.numel()
 
 
 def _live(step: Step) -> tuple[list[int], int, int]:
