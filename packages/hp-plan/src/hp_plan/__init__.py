@@ -66,13 +66,15 @@ __all__ = [
     "build_parallel_model",
     "build_schedule",
     "dry_run",
+    "fit",
     "lint",
+    "tune",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from hp_plan.torch.build import build_model, build_optimizer, build_parallel_model, build_schedule
-    from hp_plan.torch.dry.api import dry_run
+    from hp_plan.torch.dry.api import dry_run, fit, tune
     from hp_plan.torch.verify import verify
 
 __getattr__, __dir__ = lazy_exports(
@@ -83,6 +85,8 @@ __getattr__, __dir__ = lazy_exports(
         "build_parallel_model": "build",
         "build_schedule": "build",
         "dry_run": "dry.api",
+        "fit": "dry.api",
+        "tune": "dry.api",
         "verify": "verify",
     },
 )

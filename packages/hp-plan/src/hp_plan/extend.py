@@ -18,9 +18,13 @@ from hp_plan.structure.model_source import vocabulary
 from hp_plan.structure.outline import positions
 from hp_plan.structure.style_tables import style_notes
 from hp_plan.tuning.proposal import Estimate, Proposal, propose
+from hp_plan.tuning.search import NothingFits, Tuned, tuned_text
 
 __all__ = [
     "Choice",
+    "NothingFits",
+    "Tuned",
+    "tuned_text",
     "Estimate",
     "Outlook",
     "Proposal",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,16 +131,20 @@ def play_stages(
             connection.close()
 
 
+_hiding = threading.Lock()
+
+
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
     """Keep new processes from running the caller's script again, which needs no guard and may be a notebook."""
     main = sys.modules["__main__"]
-    hidden = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        vars(main).update(hidden)
+    with _hiding:
+        hidden = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            vars(main).update(hidden)
 
 
 def _connect(connections: Mapping[int, Connection]) -> dict[int, Any]:

@@ -107,6 +107,26 @@ class Tuned:
     traced: int
 
 
+def tuned_text(found: Tuned) -> str:
+    """Return what was found as a table of the best plans, and why the others fell out.
+
+    Args:
+        found: by `tune`.
+    """
+    rows = [("seconds", "memory", "bound by", "plan")]
+    for each in found.candidates:
+        row = f"{each.seconds.total:.3g}" if each.measured is None else f"{each.measured:.3g} measured"
+        rows.append((row, size(each.memory), each.binds, each.why))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
+    lines += [
+        "",
+        f"{found.searched:,} plans of which {found.traced} ranks were played; left out: {_counted(found.fell_out)}",
+    ]
+    lines.append("seconds are counted by the machine's rates: they rank plans, and are no promise")
+    return "\n".join(lines)
+
+
 def tune(
     tables: Mapping[str, Any],
     ranks: int,

@@ -74,6 +74,8 @@ app.add_typer(checkpoints.app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.command()(proposing.init)
 app.command()(planning.dryrun)
+app.command(name="fit")(planning.fit_plan)
+app.command(name="tune")(planning.tune_plan)
 
 
 @app.callback()

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
-from hp_plan import dry_run
-from hp_plan.extend import draw_memory
+from hp_plan import dry_run, fit, tune
+from hp_plan.extend import NothingFits, Tuned, draw_memory, tuned_text
+from hp_platform.extend import SettingError
 from hyper_parallel.commands.plans import Json, PlanFile, Set, checked_anywhere, read_tables, set_environment
 from hyper_parallel.commands.reporting import user_errors
+from hyper_parallel.reports.output import replace_text
+
+Ranks = Annotated[
+    int | None,
+    typer.Option(min=1, help="How many; by default the mesh's. dp_shard takes the rest.", show_default=False),
+]
 
 
 def dryrun(
     plan: PlanFile,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="How many; by default the mesh's. dp_shard takes the rest.", show_default=False),
-    ] = None,
+    ranks: Ranks = None,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Play this rank, and the stages of its column.", show_default=False)
     ] = None,
@@ -38,3 +43,88 @@ def dryrun(
         if picture is not None:
             draw_memory(max(report.ranks, key=lambda each: each.peak.live), picture)
         typer.echo(json.dumps(report.as_json()) if json_lines else str(report))
+
+
+def fit_plan(
+    plan: PlanFile,
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Of a rank, such as 64GiB.", show_default=False)],
+    quantity: Annotated[
+        Literal["micro-batch", "sequence-length", "layers"], typer.Option("--largest", help="What is to be large.")
+    ] = "micro-batch",
+    most: Annotated[int, typer.Option(min=1, help="The largest to try.")] = 4096,
+    ranks: Ranks = None,
+    assignments: Set = None,
+    json_lines: Json = False,
+) -> None:
+    """Find the largest micro-batch, sequence length or number of layers that fits; exit 1 where the least does not."""
+    with user_errors():
+        tables = read_tables(plan, assignments)
+        set_environment(tables, plan)
+        found = fit(
+            checked_anywhere(tables),
+            memory=memory,
+            quantity=quantity.replace("-", "_"),  # type: ignore[arg-type]
+            most=most,
+            ranks=ranks,
+        )
+        told: dict[str, Any] = {
+            "quantity": found.quantity,
+            "memory": found.memory,
+            "value": found.value,
+            "peak": found.peak,
+            "beyond": found.beyond,
+            "changes": [{"what": each.what, "peak": each.peak} for each in found.changes],
+        }
+        typer.echo(json.dumps(told) if json_lines else str(found))
+        if found.value is None:
+            raise typer.Exit(1)
+
+
+def tune_plan(
+    plan: PlanFile,
+    ranks: Annotated[int, typer.Option(min=1, help="How many.", show_default=False)],
+    hardware: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="The machine: h100-8, a100-8, 910b-8, cm384, cpu or a TOML file.")
+    ] = "h100-8",
+    free: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Chosen although the plan gives it; repeatable. mesh is.", show_default=False),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many plans to list.")] = 10,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the best plan here.", show_default=False)
+    ] = None,
+    assignments: Set = None,
+    json_lines: Json = False,
+) -> None:
+    """Find the fastest plans that fit a machine: mesh, micro-batches, recompute, reshard and schedule are chosen."""
+    with user_errors():
+        tables = read_tables(plan, assignments)
+        set_environment(tables, plan)
+        checked_anywhere(tables)
+        try:
+            found = tune(tables, ranks=ranks, hardware=hardware, free=("mesh", *(free or ())), top=top)
+        except NothingFits as error:
+            raise SettingError(str(error)) from None
+        typer.echo(json.dumps(_numbers(found)) if json_lines else tuned_text(found))
+        if out is not None:
+            best = found.candidates[0]
+            replace_text(out, f"# {best.why}\n# {best.seconds.total:.3g} s a step, by rates\n{best.plan.to_toml()}")
+
+
+def _numbers(found: Tuned) -> dict[str, Any]:
+    return {
+        "searched": found.searched,
+        "traced": found.traced,
+        "fell_out": dict(found.fell_out),
+        "candidates": [
+            {
+                "mesh": each.plan.mesh.axes,
+                "memory": each.memory,
+                "seconds": dataclasses.asdict(each.seconds),
+                "binds": each.binds,
+                "why": each.why,
+            }
+            for each in found.candidates
+        ],
+    }

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from hp_offload.extend import parse_size
 from hp_plan.dry.report import DryReport, RankReport
 from hp_plan.dry.stages import StagePeers, play_stages
+from hp_plan.dry.trace import Trace
+from hp_plan.linting import examine
 from hp_plan.plan import ParallelPlan
+from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.sections import MeshSection
+from hp_plan.torch.build import build_empty
 from hp_plan.torch.dry.playing import dry
 from hp_plan.torch.dry.reading import report_of
+from hp_plan.tuning.fitting import Fit, Quantity
+from hp_plan.tuning.fitting import fit as fit_quantity
+from hp_plan.tuning.hardware import Hardware
+from hp_plan.tuning.search import Tuned
+from hp_plan.tuning.search import tune as search
+from hp_plan.tuning.space import ModelSizes
 
-_PRELOAD = ("hp_plan.torch.dry.api", "hp_plan.torch.library.pretrained")
+_PRELOAD = (
+    "hp_plan.torch.dry.api",
+    "torch._dynamo",  # which the first operator on meta imports
+    "transformers.modeling_utils",
+    "transformers.masking_utils",
+    "transformers.integrations.moe",
+)
+"""Imported once for all ranks that are played; what is not installed is left out."""
 
 
 def dry_run(
@@ -112,4 +133,108 @@ def spread_over(plan: ParallelPlan, ranks: int) -> ParallelPlan:
     return replace(plan, mesh=replace(mesh, dp_shard=shards), data=replace(plan.data, batch_size=samples))
 
 
-__all__: Sequence[str] = ("dry_run",)
+def fit(
+    plan: ParallelPlan,
+    *,
+    memory: int | str,
+    quantity: Quantity = "micro_batch",
+    most: int = 4096,
+    ranks: int | None = None,
+) -> Fit:
+    """Find the largest micro-batch, sequence length or number of layers of a plan that fits a memory, by dry runs.
+
+    Example:
+        >>> print(fit(ParallelPlan.from_toml("plan.toml"), memory="64GiB"))
+
+    Args:
+        plan: the plan; all else stays as it says.
+        memory: of each rank, in bytes, or such as "64GiB". What an allocator, kernels and communication need on top is
+            to be left out of it.
+        quantity: "micro_batch" (samples), "sequence_length" (tokens) or "layers".
+        most: the largest value to try.
+        ranks: of the plan, as `dry_run` takes it.
+
+    Returns:
+        The answer and the next value that does not fit; or by how much the least does not fit, and which single change
+        would be enough.
+
+    Raises:
+        PlanError: as `dry_run`.
+        ValueError: a size that can't be read, or layers of a model without transformers' configuration.
+    """
+    spread = plan if ranks is None else spread_over(plan, ranks)
+    room = parse_size(memory) if isinstance(memory, str) else memory
+    sizes = _sizes(spread) if spread.model.of_transformers else None
+    return fit_quantity(spread, lambda each: dry_run(each).peak, room, quantity=quantity, most=most, model=sizes)
+
+
+def tune(
+    plan: ParallelPlan | Mapping[str, Any],
+    *,
+    ranks: int,
+    hardware: Hardware | str,
+    free: Collection[str] = ("mesh",),
+    top: int = 10,
+) -> Tuned:
+    """Find the fastest plans of a number of ranks that fit a machine, by dry runs of a few and a table of the machine.
+
+    Memory is that of the dry run, extended to other sizes. Seconds are counted from operations, bytes and messages and
+    the machine's rates: they rank plans, and are no promise.
+
+    Example:
+        >>> best = tune(ParallelPlan.from_toml("plan.toml"), ranks=1024, hardware="h100-8").candidates[0]
+
+    Args:
+        plan: what is not to be chosen; or the tables of a plan's file, of which only what they name is kept.
+        ranks: their number.
+        hardware: a machine, or the name or file of one, see `Hardware.load`.
+        free: keys or sections that are chosen although the plan gives them.
+        top: how many plans to find.
+
+    Raises:
+        PlanError: as `dry_run`.
+        NothingFits: no plan is legal, or none fits; it says by which reasons.
+    """
+    tables = plan.to_dict() if isinstance(plan, ParallelPlan) else plan
+    base = plan if isinstance(plan, ParallelPlan) else ParallelPlan.from_dict(plan)
+    machine = Hardware.load(hardware) if isinstance(hardware, str) else hardware
+    reports = _Reports()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return search(
+            tables,
+            ranks,
+            model=_sizes(base),
+            hardware=machine,
+            trace=reports.trace,
+            free=free,
+            top=top,
+            refuses=lambda each: bool(examine(each, [], ranks).diagnostics),
+            play=pool.map,
+        )
+
+
+class _Reports:
+    """Dry runs of a search: a plan's stages are played together, and asked for one by one."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], Future[DryReport]] = {}
+        self._lock = threading.Lock()
+
+    def trace(self, plan: ParallelPlan, coordinates: Mapping[str, int]) -> Trace:
+        """Return the trace of a rank."""
+        mesh = plan.mesh
+        [rank] = [rank for rank in range(mesh.world_size) if mesh.coordinate(rank) == {**coordinates}]
+        key = plan.to_toml(), rank % (mesh.world_size // mesh.pp)
+        with self._lock:
+            known = self._kept.get(key)
+            mine = self._kept.setdefault(key, Future())
+        if known is None:
+            try:
+                mine.set_result(dry_run(plan, rank=rank, kernels=True))
+            except Exception as error:  # whoever else waits for it raises it too
+                mine.set_exception(error)
+        return next(each.trace for each in mine.result().ranks if each.rank == rank)
+
+
+def _sizes(plan: ParallelPlan) -> ModelSizes:
+    return ModelSizes.of(models().outline(build_empty(plan)))

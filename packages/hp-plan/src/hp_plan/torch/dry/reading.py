@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor import DTensor
@@ -11,6 +12,7 @@ from hp_plan.dry.report import KINDS, Assumption, Moment, RankReport
 from hp_plan.dry.report import Held as HeldTogether
 from hp_plan.dry.trace import Count, Trace
 from hp_plan.plan import ParallelPlan
+from hp_plan.sections import MeshSection
 from hp_plan.torch.dry.ledger import Ledger, Step
 from hp_plan.torch.dry.playing import Played
 
@@ -159,13 +161,24 @@ def _over_the_step(step: Step, kinds: Mapping[int, str]) -> dict[str, tuple[int,
 def _collectives(
     plan: ParallelPlan, counted: Mapping[tuple[str, int, tuple[int, ...]], int]
 ) -> dict[tuple[str, int, tuple[str, ...]], Count]:
-    """Name the axes that a collective's ranks differ on."""
+    """Name the axes of each collective's ranks."""
     found: dict[tuple[str, int, tuple[str, ...]], Count] = {}
     for (kind, nbytes, ranks), calls in counted.items():
-        first = plan.mesh.coordinate(ranks[0])
-        others = [plan.mesh.coordinate(rank) for rank in ranks[1:]]
-        axes = tuple(axis for axis in first if any(each[axis] != first[axis] for each in others))
-        key = kind, nbytes, axes
+        key = kind, nbytes, axes_of(plan.mesh, ranks)
         before = found.get(key, Count(0, 0))
         found[key] = Count(before.calls + calls, before.bytes + calls * nbytes)
     return found
+
+
+def axes_of(mesh: MeshSection, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Return the axes of a mesh along which a group lies; "ep" or "efsdp" where it is a part of them, of experts.
+
+    Args:
+        mesh: of the plan.
+        ranks: of the group.
+    """
+    places = [mesh.coordinate(rank) for rank in ranks]
+    axes = tuple(axis for axis in mesh.axes if any(each[axis] != places[0][axis] for each in places))
+    if mesh.ep == 1 or len(ranks) == math.prod(mesh.axes[axis] for axis in axes):
+        return axes
+    return ("ep",) if max(ranks) - min(ranks) < mesh.ep else ("efsdp",)
