@@ -10,9 +10,9 @@ from typing import Any
 from hp_offload.extend import size
 from hp_plan.dry.trace import Trace
 
-KINDS = ("weights", "gradients", "states", "gathered", "saved", "temporary")
+KINDS = ("weights", "gradients", "states", "gathered", "saved", "temporary", "host")
 """Of memory: parameters and buffers; their gradients; the optimizer's states; buffers of gathered parameters; what
-backward needs of forward; and the rest."""
+backward needs of forward; the rest; and whatever is in the host's memory, which is in no sum of the device's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Moment:
     """A rank's memory at one operation of a step.
 
     Attributes:
-        live: bytes.
-        by_kind: the same, by `KINDS`.
+        live: bytes of the device.
+        by_kind: the same, by `KINDS`; and the host's at this moment.
         operation: its number in the step.
         phase: "forward", "backward" or "optimizer".
         module: that ran; "" outside of modules.
@@ -82,6 +82,7 @@ class RankReport:
         stands_for: how many ranks have its place in the pipeline, and so about its memory.
         peak: where its memory is largest.
         rest: bytes between steps.
+        host: the most bytes of the host's memory that are allocated for it.
         trace: the whole step.
         memory: bytes of each kind at each operation; empty unless asked for.
         assumed: values that were not there.
@@ -92,6 +93,7 @@ class RankReport:
     stands_for: int
     peak: Moment
     rest: int
+    host: int
     trace: Trace
     memory: Mapping[str, tuple[int, ...]]
     assumed: tuple[Assumption, ...]
@@ -131,8 +133,9 @@ class DryReport:
     def __str__(self) -> str:
         """Return a table of the ranks, what holds most in the fullest, messages and assumptions, in 80 columns."""
         lines = [f"dry run: {self.world_size} ranks, {self.mesh}", ""]
-        heads = ("rank", "peak", *KINDS)
-        rows = [[str(each.rank), size(each.peak.live)] + [_size(each.peak.by_kind, kind) for kind in KINDS]
+        kinds = KINDS[:-1]
+        heads = ("rank", "peak", *kinds)
+        rows = [[str(each.rank), size(each.peak.live)] + [_size(each.peak.by_kind, kind) for kind in kinds]
                 for each in self.ranks]  # fmt: skip
         lines += _table(heads, rows)
         fullest = max(self.ranks, key=lambda each: each.peak.live)
@@ -144,6 +147,9 @@ class DryReport:
             origin = f"{held.operator or 'before the step'} {held.module}".strip()
             lines.append(f"  {size(held.bytes):>9}  {held.count:>4} of [{shape}], {held.kind}, {origin}"[:80])
         lines += ["", f"{size(fullest.rest)} between steps, {_flops(fullest.trace.flops)} a step"]
+        most = max(self.ranks, key=lambda each: each.host)
+        if most.host:
+            lines += [f"{size(most.host)} in the host's memory, of rank {most.rank}"]
         lines += self._messages(fullest)
         assumed = {(each.what, each.where) for rank in self.ranks for each in rank.assumed}
         if assumed:
