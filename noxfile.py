@@ -6,7 +6,8 @@ Three scopes of the tests:
     nox -t torch-cpu                      every package, in one process, on that backend
     nox -s "tests(torch-cpu, hp-fsdp)"    one package, in an environment with its own dependencies only
 
-and before a commit:
+All of them leave out the slow variants of what other tests cover; these, too, are run by `nox -s tests -- --tier all`.
+Before a commit:
 
     nox -s smoke                          a few tests of each package and every command, in a minute
 

@@ -1,7 +1,6 @@
 # /// program
 # ranks = 2
 # losses = 'sum'
-# short = true
 # ///
 """A mixture of experts, spread over two ranks, each with tokens of its own."""
 

@@ -1,6 +1,5 @@
 # /// program
 # ranks = 2
-# short = true
 # ///
 """A plain loop: blocks sharded one by one, AdamW, gradients clipped."""
 

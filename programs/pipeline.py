@@ -1,7 +1,6 @@
 # /// program
 # ranks = 2
 # losses = 'sum'  # the last rank has it
-# short = true
 # ///
 """A pipeline of two stages by 1F1B, each a part of one model."""
 

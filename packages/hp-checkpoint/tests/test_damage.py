@@ -35,7 +35,9 @@ from hp_checkpoint.saving.saving import save_state
 from hp_testing import as_array
 
 
-@pytest.mark.parametrize("fault", ["kill", "ENOSPC", pytest.param("EIO", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "fault", ["kill", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ENOSPC", "EIO"))]
+)
 def test_a_save_that_ends_at_any_point_leaves_a_whole_checkpoint(tmp_path, fault):
     """Killed there, or with an error there and ever after; a new one, one that replaces, and one beside a training."""
     program = [sys.executable, crash_program.__file__, str(tmp_path), fault]

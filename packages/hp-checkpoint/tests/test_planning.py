@@ -32,7 +32,7 @@ def local_of(array, own, count):
     return local
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(tensors())
 def test_pieces_are_the_local_tensor(drawn):
     shape, mesh_shape, placements = drawn
@@ -58,7 +58,7 @@ def test_a_partial_has_no_pieces():
         pieces((4,), (Partial(),), (2,), (0,))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(
     st.integers(0, 20), st.integers(1, 6), st.integers(1, 6), st.integers(0, 5), st.integers(0, 60), st.integers(0, 60)
 )
@@ -70,7 +70,7 @@ def test_clip_keeps_what_is_inside(first, length, count, apart, start, stop):
     assert len(clipped) <= 3 and len(listed) == len(dict(listed)) and dict(listed) == truth
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.lists(tensors(), min_size=1, max_size=5), st.integers(0, 3))
 def test_each_element_is_written_once(drawn, copies):
     """Also where the ranks are of several sub-meshes that have the same layouts."""
@@ -217,7 +217,7 @@ def _reads(stored, array, folder, ranges):
         assert np.array_equal(got, truth[start:stop]), (array.shape, strides, start, stop)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_any_layout_is_read_from_any_other(data):
     """All ranks at once: a file written by the pieces of one layout, read through the exchange in another."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -73,7 +74,8 @@ LAYOUTS = {
     "data": (Shard(0), Replicate(), Replicate()),
     "replicated": (Replicate(), Replicate(), Replicate()),
 }
-USUAL, RARE = ("column", "row"), ("data", "replicated")
+USUAL = [(name, "column") for name in PROGRAMS] + [("mlp", "row"), ("pieces", "row")]
+RARE = [pair for pair in itertools.product(PROGRAMS, LAYOUTS) if pair not in USUAL]
 
 
 def _operands(layout: str) -> tuple[Any, list[Any]]:
@@ -96,8 +98,9 @@ def _step(function: Any, operands: list[Any]) -> tuple[Any, list[Any], dict[Any,
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("layout", [*USUAL, *(pytest.param(each, marks=pytest.mark.thorough) for each in RARE)])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "layout"), [*USUAL, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in RARE)]
+)
 def test_equals_eager(program: str, layout: str) -> None:
     torch.set_num_threads(1)
     torch._dynamo.reset()

@@ -126,7 +126,7 @@ def _naive(placements: tuple, target: tuple, shape: tuple, mesh_shape: tuple) ->
     return total
 
 
-@settings(max_examples=400, deadline=None)
+@settings(deadline=None)
 @given(_problems())
 def test_every_rank_ends_with_its_part(problem) -> None:
     mesh_shape, shape, src, dst, seed = problem
@@ -157,7 +157,7 @@ def test_every_rank_ends_with_its_part(problem) -> None:
         assert cost(src, dst, shape, mesh_shape) <= _naive(src, dst, shape, mesh_shape)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(_problems())
 def test_plans_are_chains_of_single_axis_changes(problem) -> None:
     mesh_shape, shape, src, dst, _ = problem

@@ -207,7 +207,7 @@ def test_an_operand_costs_what_is_local_of_it() -> None:
 CUTS = [R, Shard(0), Shard(1), Shard(2)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_no_legal_choice_costs_less(data) -> None:
     mesh = data.draw(st.tuples(*[st.sampled_from([2, 4, 8])] * 2))

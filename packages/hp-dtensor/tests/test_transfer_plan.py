@@ -119,7 +119,7 @@ def _problems(draw):
     return shape, draw(_layouts(shape, world)), draw(_layouts(shape, world)), draw(st.integers(0, 2**31))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(_problems())
 def test_every_rank_ends_with_its_part(problem) -> None:
     shape, source, target, seed = problem
@@ -148,7 +148,7 @@ def test_every_rank_ends_with_its_part(problem) -> None:
         np.testing.assert_allclose(_stands_for(line, target), expected, rtol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(_problems())
 def test_the_busiest_rank_is_told_right(problem) -> None:
     shape, source, target, _ = problem

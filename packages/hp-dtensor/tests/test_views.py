@@ -65,7 +65,7 @@ def _check(shape: tuple, result: tuple, operand: tuple, out: tuple, mesh_shape: 
         assert np.array_equal(part.reshape(wanted.shape), wanted), (operand, out, coordinate)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(deadline=None)
 @given(placed())
 def test_the_reshaped_part_is_the_part_of_the_reshaped(case: tuple) -> None:
     shape, result, placements, mesh_shape = case

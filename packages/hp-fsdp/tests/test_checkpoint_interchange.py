@@ -125,7 +125,7 @@ def load(kind: str, path: str, scalar: bool) -> None:
 @pytest.mark.parametrize(
     ("saver", "savers", "loader", "loaders"),
     [
-        ("ours", 2, "ours", 3),
+        pytest.param("ours", 2, "ours", 3, marks=pytest.mark.thorough),
         pytest.param("ours", 3, "ours", 1, marks=pytest.mark.thorough),
         ("ours", 3, "torch", 2),
         ("torch", 2, "ours", 3),

@@ -97,10 +97,21 @@ MODES: dict[str, tuple[int, Callable[[], nn.Module], Step, dict[str, Any]]] = {
     "errors, deterministic": (2, Net, failing_passes, {"deterministic": True}),
     "checkpointing": (1, CheckpointedNet, one_pass, {}),
 }
+COMBINED = (
+    "plain",
+    "hsdp, accumulation over replicas",
+    "deterministic, accumulation",
+    "on the host",
+    "errors, deterministic",
+    "checkpointing",
+)
+"""Modes that have the others in them."""
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode in COMBINED else pytest.mark.thorough) for mode in MODES]
+)
 def test_memory_returns_to_the_same_value(mode: str, ranks: int):
     replicas, make, step, options = MODES[mode]
     check(replicas, ranks, make, step, options)

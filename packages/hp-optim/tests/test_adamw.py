@@ -58,7 +58,7 @@ def test_ten_steps_equal_the_formula(options: dict[str, Any], kernel: dict[str, 
 @pytest.mark.parametrize(
     "make", [AdamW, lambda parameters, **options: AdamW8bit(parameters, compiled=False, **options)]
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.thorough)])
 def test_the_default_dtype_changes_no_step(make: Any, dtype: torch.dtype):
     """Models are often built under another one; a counter in bfloat16 would stop at 256."""
     weights = [nn.Parameter(torch.linspace(-1, 1, 5000)) for _ in range(2)]

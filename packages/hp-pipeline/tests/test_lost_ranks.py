@@ -27,7 +27,7 @@ def test_a_rank_that_ends(tmp_path):
         assert [process.exitcode for process in processes] == [0, 3, 0]
 
 
-@pytest.mark.parametrize(("failing", "step"), [(1, "0F2"), (3, "1F2")])
+@pytest.mark.parametrize(("failing", "step"), [pytest.param(1, "0F2", marks=pytest.mark.thorough), (3, "1F2")])
 def test_a_stage_that_raises_where_its_other_rank_communicates_ends_all_with_its_error(tmp_path, failing, step):
     if lacking := target.missing():
         pytest.skip(lacking)

@@ -75,7 +75,13 @@ def test_three_ranks_equal_one_process(family):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("schedule", ["ScheduleZB1P", "ScheduleInterleaved1F1B", "ScheduleVHalf"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ScheduleZB1P", "ScheduleVHalf")),
+        "ScheduleInterleaved1F1B",
+    ],
+)
 def test_other_schedules_equal_one_process(schedule):
     compare("Gemma2", schedule, ignored=True)
 

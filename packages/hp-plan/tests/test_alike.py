@@ -108,6 +108,7 @@ def test_a_script_says_what_all_ranks_refuse_once(tmp_path):
     assert "the plan has errors, listed above: styles." in told, "torchrun repeats what is wrong"
 
 
+@pytest.mark.thorough  # the error itself: test_a_model_that_one_rank_refuses_is_refused_on_all
 def test_a_script_says_what_one_rank_refuses_with_its_traceback(tmp_path):
     told = launched(tmp_path, "1").stderr
     assert "on all ranks" not in told and 'script.py", line' in told, told

@@ -66,7 +66,7 @@ def test_a_stage_has_more_than_one_micro_batch_at_a_time():
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("micros", [4, 32])
+@pytest.mark.parametrize("micros", [4, pytest.param(32, marks=pytest.mark.thorough)])
 def test_as_many_micro_batches_are_counted_as_the_schedule_holds(name, micros):
     shape, write = ORDERS[name]
     pipeline = Pipeline(placed(shape, 8), micros)

@@ -158,10 +158,14 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 MOE = {"config": "Qwen3MoeConfig", "overrides": {**SMALL, **EXPERTS}}
 
 
+def tiers(*usual: dict[str, int]) -> list[Any]:
+    """All meshes; those that are not named are for runs of all tests."""
+    meshes = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}]
+    return [pytest.param(mesh, marks=() if mesh in usual else pytest.mark.thorough) for mesh in meshes]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "mesh", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}], ids=str
-)
+@pytest.mark.parametrize("mesh", tiers({"cp": 2}, {"tp": 2, "ep": 2}), ids=str)
 def test_attention_beside_experts(folder: Path, mesh: dict[str, int]):
     check(folder, mesh, base=MOE, adapter={"targets": ["q_proj", "v_proj"]})
 
@@ -173,9 +177,7 @@ def test_attention_beside_experts_on_two_axes(folder: Path, mesh: dict[str, int]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "mesh", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}], ids=str
-)
+@pytest.mark.parametrize("mesh", tiers({"pp": 2}, {"dp_shard": 2, "ep": 2}), ids=str)
 def test_experts_with_adapters(folder: Path, mesh: dict[str, int]):
     check(folder, mesh, base=MOE)
 

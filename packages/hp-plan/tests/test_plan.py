@@ -56,7 +56,7 @@ def diagnostics(tables):
     return {diagnostic.key: f"{diagnostic.message}; {diagnostic.fix}" for diagnostic in raised.value.diagnostics}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(tables=PLANS)
 def test_a_plan_survives_toml_dictionaries_and_its_repr(tmp_path_factory, tables):
     plan = ParallelPlan.from_dict(tables)

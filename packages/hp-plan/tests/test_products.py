@@ -19,7 +19,11 @@ pytestmark = [
 ]
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "mixtral", "qwen3_moe", "olmoe")
-MESHES = ({"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"tp": 2, "ep": 2})
+MESHES = (
+    *(pytest.param(mesh, marks=pytest.mark.thorough) for mesh in ({"dp_shard": 2}, {"tp": 2}, {"cp": 2})),
+    {"pp": 2},
+    {"tp": 2, "ep": 2},
+)
 
 
 def product_of(mesh) -> Product:

@@ -158,16 +158,26 @@ def test_an_expression_that_selects_nothing_fails(tmp_path):
 
 
 @ONCE
-def test_slow_variants_run_when_asked_for(tmp_path):
+def test_slow_variants_and_more_examples_run_when_asked_for(tmp_path):
     text = """
 import pytest
+from hypothesis import given, settings, strategies
 
 @pytest.mark.parametrize("size", [1, pytest.param(8, marks=pytest.mark.thorough)])
 def test_sizes(size): ...
+
+tried = []
+
+@given(strategies.integers())
+def test_examples(number):
+    tried.append(number)
+
+def test_last():
+    assert len(tried) == settings.default.max_examples == 50
 """
     output = run_pytest(tmp_path, text=text)
-    assert "1 passed, 1 deselected" in output and "left out, of another tier: 1 tests (--tier all runs them)" in output
-    assert "2 passed" in run_pytest(tmp_path, "--tier", "all", text=text)
+    assert "3 passed, 1 deselected" in output and "left out, of another tier: 1 tests (--tier all runs them)" in output
+    assert "4 passed" in run_pytest(tmp_path, "--tier", "all", text=text.replace("50", "400"))
 
 
 @ONCE
@@ -187,6 +197,25 @@ def test_another(): ...
 """
     output = run_pytest(tmp_path, "-v", "--tier", "smoke", text=text)
     assert re.findall(r"::(test_\w+(?:\[\w+\])?) PASSED", output) == ["test_sizes[1]", "test_ranks[ranks2]"]
+
+
+@ONCE
+def test_what_a_device_can_break_is_tried_on_the_fewest_ranks(tmp_path):
+    text = """
+import pytest
+
+def test_first(): ...
+
+@pytest.mark.device
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("size", [1, 8])
+def test_marked(size): ...
+
+def test_another(): ...
+"""
+    output = run_pytest(tmp_path, "-v", "--tier", "device", text=text)
+    found = re.findall(r"::(test_\w+(?:\[[\w-]+\])?) PASSED", output)
+    assert found == ["test_first", "test_marked[1-ranks2]", "test_marked[8-ranks2]"]
 
 
 @ONCE

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 
-for _family in ("auto", "qwen3"):
-    with contextlib.suppress(ImportError):
-        importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")
+
+def pytest_collection_modifyitems() -> None:
+    """Import it where tests run, which pytest-xdist's first process does not."""
+    for family in ("auto", "qwen3"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"transformers.models.{family}.modeling_{family}")

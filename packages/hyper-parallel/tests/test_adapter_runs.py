@@ -57,7 +57,9 @@ def plan_of(place: Path, mesh: dict[str, int], steps: int, base: dict[str, Any])
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("base", [MODEL, EXPERTS], ids=lambda base: base["config"])
+@pytest.mark.parametrize(
+    "base", [MODEL, pytest.param(EXPERTS, marks=pytest.mark.thorough)], ids=lambda base: base["config"]
+)
 def test_a_run_goes_on_from_its_adapter_on_another_mesh_and_is_merged(tmp_path, base):
     if torch.distributed.get_rank() == 0:
         build_model(ParallelPlan.from_dict({"model": base, "run": {"dtype": "float64"}})).save_pretrained(

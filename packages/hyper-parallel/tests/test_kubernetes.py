@@ -40,6 +40,7 @@ def test_a_job_has_one_master_and_workers_of_the_same_pods():
     assert mounted == {each["name"] for each in master["template"]["spec"]["volumes"]}
 
 
+@pytest.mark.thorough  # other launchers: test_slurm.py; the command itself is above
 def test_its_command_trains_with_the_variables_of_the_operator(tmp_path):
     """One node of two ranks: `RANK` is the node's, as the operator sets it."""
     fill(tmp_path)

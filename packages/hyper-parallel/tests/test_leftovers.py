@@ -45,8 +45,22 @@ PLANS = {
 }
 
 
+USUAL = (
+    "tensor, sequence",
+    "context, a ring",
+    "sharded",
+    "experts, in chunks",
+    "stages, there and back",
+    "swapped",
+    "muon",
+    "saved and validated",
+)
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.thorough) for name in PLANS]
+)
 def test_a_step_leaves_nothing_to_the_collector(name: str, tmp_path: Path) -> None:
     text = tmp_path / f"text{get_platform().groups.rank()}"
     text.write_bytes(b"to be or not to be, " * 20)

@@ -133,29 +133,30 @@ def llama(takes):
 """
 
 
-def test_lint_calls_the_model_on_parts_of_a_sequence(launcher):
+@pytest.mark.parametrize(
+    ("takes", "cp", "said"),
+    [
+        ("nothing", 3, None),
+        ("scale", 3, "computes something else of its part"),
+        pytest.param("positions", 3, "count from 0 to 7 on each", marks=pytest.mark.thorough),
+        pytest.param("scale", 1, None, marks=pytest.mark.thorough),
+    ],
+)
+def test_lint_calls_the_model_on_parts_of_a_sequence(launcher, takes, cp, said):
     (launcher.folder / "lengths.py").write_text(OF_THE_LENGTH)
-    plan = '[model]\nfunction = "lengths:llama"\n[mesh]\ncp = 3\n[data]\nsequence_length = 24\n'
+    mesh = f"[mesh]\ncp = {cp}\n" if cp > 1 else ""
+    plan = f'[model]\nfunction = "lengths:llama"\n{mesh}[data]\nsequence_length = 24\n'
     (launcher.folder / "lengths.toml").write_text(plan)
-
-    def lint(takes: str) -> tuple[int, list[dict[str, str]]]:
-        launcher.begin(
-            "lint", "lengths.toml", "--json", "--run-model-code", "--set", f'model.overrides.takes="{takes}"'
-        )
-        status, out, err = launcher.finish()
-        assert out, err
-        return status, json.loads(out)["diagnostics"]
-
-    assert lint("nothing") == (0, [])
-    for takes, reason in (("scale", "computes something else of its part"), ("positions", "count from 0 to 7 on each")):
-        status, (fault,) = lint(takes)
-        assert (status, fault["key"]) == (1, "mesh.cp")
-        assert (
-            "its first call, of 24 tokens on 3 ranks, is refused: " in fault["message"] and reason in fault["message"]
-        )
-        assert fault["fix"] == "leave cp out"
-    (launcher.folder / "lengths.toml").write_text(plan.replace("[mesh]\ncp = 3\n", ""))
-    assert lint("scale") == (0, [])
+    launcher.begin("lint", "lengths.toml", "--json", "--run-model-code", "--set", f'model.overrides.takes="{takes}"')
+    status, out, err = launcher.finish()
+    assert out, err
+    faults = json.loads(out)["diagnostics"]
+    if said is None:
+        assert (status, faults) == (0, [])
+        return
+    (fault,) = faults
+    assert (status, fault["key"], fault["fix"]) == (1, "mesh.cp", "leave cp out")
+    assert "its first call, of 24 tokens on 3 ranks, is refused: " in fault["message"] and said in fault["message"]
 
 
 def test_training_joins_ranks_that_are_there(folder):
@@ -179,6 +180,7 @@ def test_training_joins_torchrun(folder):
     assert [json.loads(line).get("step") for line in out.splitlines()] == [1, 2, 3, 4, None]
 
 
+@pytest.mark.thorough  # of srun's ranks: test_slurm.py; of a script's under torchrun: hp-plan's test_alike.py
 @pytest.mark.parametrize(
     ("plan", "said", "last"),
     [

@@ -59,7 +59,7 @@ def test_a_run_goes_on_from_files_of_each_rank(tmp_path, undisturbed):
     assert (tmp_path / "run" / "checkpoints" / "step-00000005" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("after", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("after", [pytest.param({"tp": 2}, marks=pytest.mark.thorough), {"pp": 2}], ids=str)
 def test_a_run_goes_on_in_another_layout(tmp_path, undisturbed, after):
     run_ranks(2, run, tmp_path, {"dp_shard": 2})
     with open(tmp_path / "run" / "metrics.jsonl", "a") as lines:
@@ -130,7 +130,7 @@ def test_what_forbids_to_go_on_is_found_before_ranks_start(tmp_path, begun, monk
         check_resume(plan, tmp_path / "strange")
 
 
-@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, pytest.param({"tp": 2}, marks=pytest.mark.thorough)], ids=str)
 def test_tokens_are_counted_without_padding(tmp_path, mesh):
     """Seven full samples and the rest of the text: an epoch of two steps."""
     packed = {"tokenizer": "bytes", "packing": True, "sequence_length": 57}

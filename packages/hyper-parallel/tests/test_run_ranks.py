@@ -85,20 +85,19 @@ def test_what_a_rank_raised_is_raised_here():
         run_ranks(fail, 2, "kill")
     with pytest.raises(RankFailure, match="its result, a .*, can't be sent .*Return plain tensors and values"):
         run_ranks(lambda: (_ for _ in ()), 1)
-    assert run_ranks(lambda: [*range(2)], 1) == [[0, 1]]
     with pytest.raises(TypeError, match=r"a DTensor of shape \(4,\) is returned, .* return full_tensor\(\)"):
         run_ranks(sharded_state, 2)
-    whole, parts = run_ranks(sharded_state, 2, "full_tensor"), run_ranks(sharded_state, 2, "to_local")
-    assert [state["weights"][0].tolist() for state in (*whole, *parts)] == [[1.0] * 4] * 2 + [[1.0] * 2] * 2
+    states = run_ranks(lambda: sharded_state("full_tensor", "to_local"), 2)
+    assert [[weight.tolist() for weight in state["weights"]] for state in states] == [[[1.0] * 4, [1.0] * 2]] * 2
 
 
-def sharded_state(whole=None):
+def sharded_state(*ways):
     import torch
 
     from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 
     weight = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
-    return {"weights": [weight if whole is None else getattr(weight, whole)()]}
+    return {"weights": [getattr(weight, way)() for way in ways] or [weight]}
 
 
 def test_what_is_refused_before_ranks_start(monkeypatch):

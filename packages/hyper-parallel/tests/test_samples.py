@@ -13,7 +13,7 @@ from hyper_parallel.data import IGNORED, DataError, Mixture, Packed, Windows, pe
 from hyper_parallel.data.packing import Piece, pack
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 1000))
 def test_an_epoch_has_every_item_once(count, seed, epoch):
     order = permuted(np.arange(count) + epoch * count, count=count, seed=seed)
@@ -87,7 +87,7 @@ class Letters:
         return None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any),
     length=st.integers(2, 17),

@@ -52,8 +52,8 @@ def alone(tmp_path_factory):
     return folder
 
 
-LAYOUTS = [{"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}]
-OTHERS = [{"pp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_shard": 4}]
+LAYOUTS = [{"dp_shard": 2, "cp": 2}, {"pp": 2, "dp_shard": 2}]
+OTHERS = [{"dp_shard": 2, "tp": 2}, {"pp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"dp_shard": 4}]
 THOROUGH = [pytest.param(mesh, marks=pytest.mark.thorough) for mesh in OTHERS]
 SPARSE_LAYOUTS = [
     {"dp_shard": 2, "tp": 2, "ep": 4},

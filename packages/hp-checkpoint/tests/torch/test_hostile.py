@@ -205,8 +205,11 @@ def test_values_beside_much_data_may_be_many():
     assert Manifest.from_bytes(Manifest(None, {}, {}).to_bytes(), "m").parts == {}
 
 
-def test_mutants_of_every_format_are_named():
+@pytest.mark.parametrize("count", [42, pytest.param(210, marks=pytest.mark.thorough)])
+def test_mutants_of_every_format_are_named(count):
     """A share of what `nox -s robustness` makes: bytes, numbers, instructions and texts changed at random."""
     program = Path(__file__).parents[2] / "benchmarks" / "robust_hostile.py"
-    done = subprocess.run([sys.executable, program, "--mutants", "210"], capture_output=True, text=True, timeout=600)
-    assert not done.returncode and "210 mutants, 0 faults" in done.stdout, done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, program, "--mutants", str(count)], capture_output=True, text=True, timeout=600
+    )
+    assert not done.returncode and f"{count} mutants, 0 faults" in done.stdout, done.stdout + done.stderr

@@ -236,7 +236,17 @@ def test_one_axis(first: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("first", GROUPS)
+@pytest.mark.parametrize(
+    "first",
+    [
+        *GROUPS[::4],
+        *(
+            pytest.param(*each.values, id=each.id, marks=pytest.mark.thorough)
+            for at, each in enumerate(GROUPS)
+            if at % 4
+        ),
+    ],
+)
 def test_two_axes(first: int) -> None:
     _sweep(first, init_device_mesh("cpu", (2, 2)))
 

@@ -15,7 +15,7 @@ GROUP = 30
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param(first, marks=[pytest.mark.thorough] if first // GROUP % 2 else [])
+        pytest.param(first, marks=[pytest.mark.thorough] if first // GROUP % 4 else [])
         for first in range(0, len(OPERATORS), GROUP)
     ],
 )

@@ -46,7 +46,7 @@ def test_communication_by_parameter():
 
 # ---- a smaller group
 @on_ranks(4)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.thorough) for size in (1, 4))])
 def test_reshard_to_a_smaller_group(size: int):
     train(*pair(double(Net), reshard_after_forward=size))
     policy = MixedPrecisionPolicy(mindspore.float32)
@@ -88,7 +88,7 @@ def by_rows(parameter: Any) -> Shard | None:
     return Shard(0) if len(parameter.shape) == 2 else None
 
 
-@on_ranks(2, 3)
+@on_ranks(3, thorough=(2,))
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_whole_rows(deterministic: bool):
     reference, model = pair(double(Net), shard_placement_fn=by_rows, deterministic=deterministic)

@@ -88,7 +88,7 @@ JOINING = {each.__name__: each for each in (head_replaced, adapted, block_added,
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", sorted(JOINING))
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_what_joins_is_trained_as_in_a_single_process(name: str, steps: int):
     reference, model = pair(Open)
     train(reference, model, steps=steps)

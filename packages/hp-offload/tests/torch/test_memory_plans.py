@@ -95,7 +95,7 @@ def test_sites_are_the_same_in_every_trace():
     assert first == second and len({site for site, _ in first}) == len(first)
 
 
-@pytest.mark.parametrize("part", [0.9, 0.75, 0.6])
+@pytest.mark.parametrize("part", [*(pytest.param(part, marks=pytest.mark.thorough) for part in (0.9, 0.75)), 0.6])
 @pytest.mark.parametrize("bandwidth", [0, 1e15])
 def test_what_the_plan_says_is_what_is_freed(part, bandwidth):
     model, x = net(5, 0.25), batch()
@@ -113,11 +113,12 @@ def test_what_the_plan_says_is_what_is_freed(part, bandwidth):
     assert [*model.state_dict()] == [*net(5).state_dict()]
 
 
-def test_random_plans_have_the_same_bits():
+@pytest.mark.parametrize("cases", [15, pytest.param(40, marks=pytest.mark.thorough)])
+def test_random_plans_have_the_same_bits(cases):
     draw, model = random.Random(0), net(3, 0.25)
     saved = trace_saved(model, (batch(),))
     expected = gradients(model, 2)
-    for case in range(40):
+    for case in range(cases):
         policies = {}
         for each in saved:
             movable = each.swappable and each.alias_of is None
@@ -203,7 +204,7 @@ def peaks(model: nn.Module, x: torch.Tensor) -> list[int]:
     return live.peaks
 
 
-@pytest.mark.parametrize("part", [0.8, 0.6, 0.5])
+@pytest.mark.parametrize("part", [*(pytest.param(part, marks=pytest.mark.thorough) for part in (0.8, 0.6)), 0.5])
 @pytest.mark.parametrize("bandwidth", [0, 1e15])
 def test_the_peak_inside_of_backward_falls_by_what_is_planned(part, bandwidth):
     model, x = net(5, 0.25), batch()

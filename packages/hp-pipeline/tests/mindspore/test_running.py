@@ -62,10 +62,10 @@ def compare(name, micro_batches, stages, optimize=Descent):
             close(one, other)
 
 
-@on_ranks(1, 2)
+@on_ranks(2, thorough=(1,))
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_schedule_equals_one_process(name, ranks):
-    for micro_batches in sorted({1, ranks, 2 * ranks + 1}):
+    for micro_batches in (1, 2 * ranks + 1):
         compare(name, micro_batches, len(placed(SHAPES[name], ranks)))
 
 

@@ -141,6 +141,7 @@ def test_a_mesh_that_does_not_fit():
         apply(build_model(plan), plan)
 
 
+@pytest.mark.thorough
 @on_ranks(2)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=["fsdp", "tp"])
 def test_an_optimizer_made_before_trains_what_is_applied(mesh):

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import copy
 import gc
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ TITLES = {"torch": "PyTorch", "mindspore": "MindSpore"}
 NEUTRAL = "torch-cpu"  # where tests are run that no framework takes part in
 ELSEWHERE = f"no framework in it: run on {NEUTRAL}"
 TIERS = ("smoke", "device", "usual", "all")
+EXAMPLES = 400  # of a test of hypothesis where all tests run; else an eighth
 LEFT_OUT = "hp_testing left out"  # in what a worker of pytest-xdist tells
 # How many tests the tier left out.
 _OTHER_TIER = pytest.StashKey[int]()
@@ -66,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     pool.warning_filters = _filters(config)
     config.stash[_LEFT_OUT] = Counter()
     config.stash[_OTHER_TIER] = 0
+    _set_examples(EXAMPLES if config.getoption("--tier") == "all" else EXAMPLES // 8)
     text = (
         "framework(name): the test is for one framework, torch or mindspore, though its module imports none at its top"
     )
@@ -74,10 +77,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", text)
     text = "device: the test is of what another device or its plugin for PyTorch can break; see --tier"
     config.addinivalue_line("markers", text)
-    text = "thorough: a slow variant of what another test of the module covers; see --tier"
+    text = "thorough: a slow variant of what another test covers; see --tier"
     config.addinivalue_line("markers", text)
     text = "not_on(*backends, reason): the test is skipped with these values of --backend, for the reason it gives"
     config.addinivalue_line("markers", text)
+
+
+def _set_examples(count: int) -> None:
+    """Tell hypothesis how many examples to try, where a test doesn't; not needed where it isn't installed."""
+    with contextlib.suppress(ImportError):
+        from hypothesis import settings
+
+        settings.register_profile("tier", max_examples=count)
+        settings.load_profile("tier")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -124,26 +136,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what has been imported and collected out of the garbage collections to come: a million objects."""
+    """Leave what has been imported and collected out of garbage collections, a million objects; share the cores."""
+    target.share_cores()
     gc.freeze()
 
 
 def _keep_tier(config: pytest.Config, items: list[pytest.Item], tier: str) -> None:
     """Leave out the tests that are not of a tier. Where tests were chosen by name, nothing is left out.
 
-    Of `device` is what the kernels of another device, its streams and its communication have a part in; the first test
-    of each module stays, so that every feature is tried once. Of `smoke` is a case of each test with the mark, that on
-    two ranks where there is one.
+    Of `device` is what the kernels of another device, its streams and its communication have a part in, each case on
+    one number of ranks; the first test of each module stays, so that every feature is tried once. Of `smoke` is a case
+    of each test with the mark, that on two ranks where there is one.
     """
     if tier == "all" or any("::" in argument for argument in config.args):
         return
     modules: set[Path] = set()
     smoke = _smoke(items) if tier == "smoke" else set()
+    usual = {item for item in items if not item.get_closest_marker("thorough")}
+    fewest = _on_fewest_ranks(usual) if tier == "device" else set()
     kept, left = [], []
     for item in items:
-        stays = item in smoke if tier == "smoke" else not item.get_closest_marker("thorough")
+        stays = item in (smoke if tier == "smoke" else usual)
         if stays and tier == "device":
-            stays = item.path not in modules or item.get_closest_marker("device") is not None
+            stays = item.path not in modules or item in fewest and item.get_closest_marker("device") is not None
             modules.add(item.path)
         (kept if stays else left).append(item)
     if left:
@@ -160,6 +175,14 @@ def _smoke(items: list[pytest.Item]) -> set[pytest.Item]:
             test = item.path, getattr(item, "originalname", item.name)
             if test not in chosen or _world_size(chosen[test]) != 2 == _world_size(item):
                 chosen[test] = item
+    return set(chosen.values())
+
+
+def _on_fewest_ranks(items: set[pytest.Item]) -> set[pytest.Item]:
+    """Choose each case on the fewest ranks that communicate: how many there are is nothing to a device."""
+    chosen: dict[tuple[Path, str], pytest.Item] = {}
+    for item in sorted(items, key=lambda item: (_world_size(item) == 1, _world_size(item))):
+        chosen.setdefault((item.path, re.sub(r"\branks\d+", "ranks", item.name)), item)
     return set(chosen.values())
 
 

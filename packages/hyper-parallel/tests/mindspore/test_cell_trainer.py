@@ -88,7 +88,7 @@ def whole_weights(trainer):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_accumulated_micro_batches_are_one_step(deterministic):
     tokens = np.random.default_rng(0).integers(0, 16, (8, 4))
     results = []

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -124,27 +125,32 @@ def alive(folder: Path) -> list[int]:
     return found
 
 
-def test_training_leaves_its_files_and_speaks_json(folder):
-    process = start(folder, *COMMAND, *TRAIN, "--steps", "30", "--json", SAY="1")
-    out, err = process.communicate(timeout=180)
-    assert process.returncode == 0, err
-    *steps, summary = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    # What the model prints on rank 0 is shown.
-    assert [line for line in out.splitlines() if not line.startswith("{")] == ["rank 0, training: True"] * 30
-    assert [step["step"] for step in steps] == list(range(1, 31))
-    assert steps[-1]["loss"] < steps[0]["loss"] - 1
-    assert summary["tokens"] == 30 * 8 * 16
+def check_run(folder: Path, out: list[str], count: int) -> list[dict[str, Any]]:
+    """Check the files that a run of two ranks has left, and what it has said; get its steps."""
+    *steps, summary = map(json.loads, (line for line in out if line.startswith("{")))
+    assert [step["step"] for step in steps] == list(range(1, count + 1))
+    assert summary["tokens"] == count * 8 * 16
     assert len(summary["peak_memory"]) == 2
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == steps
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "steps = 30" in (folder / "run" / "plan.toml").read_text()
-    shapes = {
-        name: array.shape
-        for name, array in load_file(folder / "run/checkpoints/step-00000030/model.safetensors").items()
-    }
+    assert f"steps = {count}" in (folder / "run" / "plan.toml").read_text()
+    model = folder / f"run/checkpoints/step-{count:08}/model.safetensors"
+    shapes = {name: array.shape for name, array in load_file(model).items()}
     assert shapes == {"embed.weight": (256, 9), "head.weight": (256, 9), "head.bias": (256,)}
     assert not alive(folder)
+    return steps
+
+
+@pytest.mark.thorough  # with less, the next two
+def test_training_learns_and_shows_what_the_model_prints(folder):
+    process = start(folder, *COMMAND, *TRAIN, "--steps", "30", "--json", SAY="1")
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    lines = out.splitlines()
+    assert [line for line in lines if not line.startswith("{")] == ["rank 0, training: True"] * 30, "that of rank 0"
+    steps = check_run(folder, lines, 30)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
 
 
 def test_training_joins_msrun(folder):
@@ -154,9 +160,9 @@ def test_training_joins_msrun(folder):
     command = [msrun, *options, f"--master_port={_free_port()}", "python", *COMMAND[1:], *TRAIN, "--json"]
     process = start(folder, *command, PATH=path)
     process.communicate(timeout=180)
-    lines = [line for line in (folder / "logs" / "worker_0.log").read_text().splitlines() if line.startswith("{")]
-    assert process.returncode == 0, (folder / "logs" / "worker_0.log").read_text()
-    assert [json.loads(line).get("step") for line in lines] == [1, 2, 3, 4, None]
+    said = (folder / "logs" / "worker_0.log").read_text()
+    assert process.returncode == 0, said
+    check_run(folder, said.splitlines(), 4)
 
 
 def _free_port() -> int:
@@ -168,9 +174,10 @@ def _free_port() -> int:
 
 
 def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(folder):
-    process = start(folder, *COMMAND, *TRAIN, VICTIM="1")
-    _, err = process.communicate(timeout=180)
+    process = start(folder, *COMMAND, *TRAIN, VICTIM="1", SAY="1")
+    out, err = process.communicate(timeout=180)
     assert process.returncode == 1
+    assert "rank 0, training: True\n" in out, "what the model prints on rank 0 is shown"
     assert "error: rank 1 failed first; all ranks are ended. Its end:\nkilled by SIGKILL (process" in err
     assert "\nIt was in step 3 (step), after " in err
     assert "note: step 2 was finished and not saved; there is no checkpoint; no rank was left that could" in err

@@ -70,7 +70,9 @@ def losses(folder):
     return [value for step in map(json.loads, lines) for value in (step["loss"], step["grad_norm"], step["lr"])]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", pytest.param("sgd", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("muon", "sgd"))]
+)
 def test_a_run_goes_on(tmp_path, optimizer):
     """In the same layout with the same losses; alone up to the order of sums."""
     for folder in ("whole", "parts"):

@@ -133,23 +133,18 @@ class DryReport:
     def __str__(self) -> str:
         """Return a table of the ranks, what holds most in the fullest, messages and assumptions, in 80 columns."""
         lines = [f"dry run: {self.world_size} ranks, {self.mesh}", ""]
-        kinds = KINDS[:-1]
-        heads = ("rank", "peak", *kinds)
-        rows = [[str(each.rank), size(each.peak.live)] + [_size(each.peak.by_kind, kind) for kind in kinds]
+        rows = [[str(each.rank), _short(each.peak.live)] + [_short(each.peak.by_kind.get(kind, 0)) for kind in KINDS]
                 for each in self.ranks]  # fmt: skip
-        lines += _table(heads, rows)
+        lines += _table(("rank", "peak", *(_HEADS.get(kind, kind) for kind in KINDS)), rows)
         fullest = max(self.ranks, key=lambda each: each.peak.live)
         place = ", ".join(f"{axis} {number}" for axis, number in fullest.coordinates.items())
-        where = f" of {fullest.peak.module}" if fullest.peak.module else ""
-        lines += ["", f"rank {fullest.rank} ({place}) holds most in {fullest.peak.phase}{where}:"]
+        lines += ["", f"rank {fullest.rank} ({place}) holds most in {fullest.peak.phase}:"]
+        lines += [f"  in {fullest.peak.module}"[:80]] if fullest.peak.module else []
         for held in fullest.peak.top[:8]:
             shape = " x ".join(map(str, held.shape))
             origin = f"{held.operator or 'before the step'} {held.module}".strip()
             lines.append(f"  {size(held.bytes):>9}  {held.count:>4} of [{shape}], {held.kind}, {origin}"[:80])
         lines += ["", f"{size(fullest.rest)} between steps, {_flops(fullest.trace.flops)} a step"]
-        most = max(self.ranks, key=lambda each: each.host)
-        if most.host:
-            lines += [f"{size(most.host)} in the host's memory, of rank {most.rank}"]
         lines += self._messages(fullest)
         assumed = {(each.what, each.where) for rank in self.ranks for each in rank.assumed}
         if assumed:
@@ -164,13 +159,21 @@ class DryReport:
             total = calls.setdefault((kind, axes), [0, 0])
             total[0] += count.calls
             total[1] += count.bytes
-        rows = [[" x ".join(axes), kind, str(number), size(total)]
+        rows = [[" x ".join(axes), kind, str(number), _short(total)]
                 for (kind, axes), (number, total) in sorted(calls.items(), key=lambda each: -each[1][1])]  # fmt: skip
         return ["", *_table(("over", "collective", "calls", "bytes"), rows)] if rows else []
 
 
-def _size(by_kind: Mapping[str, int], kind: str) -> str:
-    return size(by_kind[kind]) if by_kind.get(kind) else "-"
+_HEADS = {"gradients": "grads", "temporary": "temp"}
+
+
+def _short(number: int) -> str:
+    """Return bytes with three digits, or a dash for none."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 1 << power:
+            value = number / (1 << power)
+            return f"{value:.{max(0, 2 - (value >= 10) - (value >= 100))}f} {unit}"
+    return f"{number} B" if number else "-"
 
 
 def _flops(number: int) -> str:
@@ -182,4 +185,4 @@ def _flops(number: int) -> str:
 
 def _table(heads: tuple[str, ...], rows: list[list[str]]) -> list[str]:
     widths = [max(len(each) for each in column) for column in zip(heads, *rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (heads, *rows)]
+    return [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (heads, *rows)]

@@ -8,10 +8,12 @@ alone: it collects what all stages of a group say, and hands it on.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -115,7 +117,8 @@ def play_stages(
         for stage, own in arguments.items():
             here[stage], there = context.Pipe()
             process = context.Process(target=_run, args=(task, tuple(own), there, place, stage), daemon=True)
-            process.start()
+            with _without_main():
+                process.start()
             there.close()
             processes.append(process)
         return _connect(here)
@@ -125,6 +128,18 @@ def play_stages(
             process.join()
         for connection in here.values():
             connection.close()
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep new processes from running the caller's script again, which needs no guard and may be a notebook."""
+    main = sys.modules["__main__"]
+    hidden = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
 
 
 def _connect(connections: Mapping[int, Connection]) -> dict[int, Any]:

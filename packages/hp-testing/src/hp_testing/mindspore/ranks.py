@@ -15,6 +15,16 @@ from hp_platform.mindspore import collectives as primitives
 from hp_platform.mindspore import random
 
 
+def share_cores() -> None:
+    """Compute where a call is made: ranks, and tests that run beside each other, share the cores.
+
+    Threads of the asynchronous pipeline would wait for each other there: one process takes ten times as long.
+    """
+    mindspore.runtime.dispatch_threads_num(1)
+    if devices.kind == "cpu":
+        mindspore.runtime.launch_blocking()
+
+
 def join(rank: int, world_size: int, announce: Callable[[int], None], port: Callable[[], int]) -> None:
     """Meet the other ranks of this machine and initialise the default group.
 
@@ -24,9 +34,7 @@ def join(rank: int, world_size: int, announce: Callable[[int], None], port: Call
         announce: tells the other ranks the port that rank 0 listens on.
         port: waits for what rank 0 announced.
     """
-    mindspore.runtime.dispatch_threads_num(1)  # ranks share the cores
-    if devices.kind == "cpu":  # threads of the asynchronous pipeline would wait for each other on shared cores
-        mindspore.runtime.launch_blocking()
+    share_cores()
     init_on_this_machine(rank, world_size, announce, port)
     collectives.barrier()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from hp_platform.platforms.ports import platform_name
@@ -43,6 +44,12 @@ def select(target: str) -> None:
     if os.environ[_DEVICE] == "cpu":
         # An accelerator's extension of torch is not needed, and not all can be loaded without their hardware.
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+def share_cores() -> None:
+    """Let MindSpore compute in this process as it does on ranks; PyTorch does by what `select` has set."""
+    if platform_name() == "mindspore" in sys.modules and missing() is None:
+        _ranks().share_cores()
 
 
 def device_type() -> str:
