@@ -237,8 +237,13 @@ def nbytes(storage: Storage) -> int:
     return storage.nbytes()
 
 
-def host(nbytes: int) -> torch.Tensor:
-    return empty_on_host(nbytes, torch.uint8)
+def on_host(storage: Storage) -> bool:
+    """Tell whether memory is the host's."""
+    return storage.device.type == "cpu"
+
+
+def host(nbytes: int, from_host: bool) -> torch.Tensor:
+    return empty_on_host(nbytes, torch.uint8, from_host=from_host)
 
 
 def copy_out(storages: list[Storage], buffer: torch.Tensor, stream: Stream | None, after: Event) -> Event:
