@@ -39,7 +39,10 @@ from types import CodeType
 ROOT = Path(__file__).resolve().parents[1]
 WINGS = ("neutral", "torch", "mindspore")
 ROLES = frozenset(
-    f"hp_platform.{role}" for role in "collectives devices frames fused groups random torch.grouped torch.heavy".split()
+    f"hp_platform.{role}"
+    for role in (
+        "collectives devices frames fused groups random torch.dry torch.grouped torch.heavy torch.host"
+    ).split()
 )
 """Modules that are public by themselves."""
 OF_FRAMEWORKS = frozenset(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from optim_layouts import mesh_of
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from hp_dtensor import DTensor, RaggedShard, Replicate, Shard, distribute_tensor
 from hp_dtensor.extend import boxes
@@ -227,7 +228,8 @@ def test_compiled_and_not(monkeypatch: pytest.MonkeyPatch, backend: str):
     for step in range(2):
         for weight, optimizer in zip(weights, optimizers):
             weight.grad = torch.sin(torch.arange(5000) + step)
-            optimizer.step()
+            with FlopCounterMode(display=False):  # torch refuses to compile one graph for a dispatch mode
+                optimizer.step()
     assert counters["stats"]["unique_graphs"] > 0
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-4)
 

@@ -42,23 +42,23 @@ def name_of_group(function: Any, module: Any | None) -> str:
 
 
 class Pool:
-    """Buffers of the host by size, each allocated once and used again."""
+    """Buffers of the host by size and whether they are for memory of the host, each allocated once and used again."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[tuple[Buffer, Event]]] = defaultdict(list)
+        self._free: dict[tuple[int, bool], list[tuple[Buffer, Event]]] = defaultdict(list)
         self.nbytes = 0
 
-    def take(self, nbytes: int) -> tuple[Buffer, Event]:
-        if self._free[nbytes]:
-            return self._free[nbytes].pop()
+    def take(self, nbytes: int, from_host: bool) -> tuple[Buffer, Event]:
+        if self._free[nbytes, from_host]:
+            return self._free[nbytes, from_host].pop()
         self.nbytes += nbytes
-        return link().host(nbytes), None
+        return link().host(nbytes, from_host), None
 
-    def give(self, nbytes: int, buffer: Buffer, event: Event) -> None:
-        self._free[nbytes].append((buffer, event))
+    def give(self, nbytes: int, from_host: bool, buffer: Buffer, event: Event) -> None:
+        self._free[nbytes, from_host].append((buffer, event))
 
     def clear(self) -> None:
-        for nbytes, buffers in self._free.items():
+        for (nbytes, _), buffers in self._free.items():
             self.nbytes -= nbytes * len(buffers)
         self._free.clear()
 
@@ -66,12 +66,12 @@ class Pool:
 class _Slot:
     """A buffer in use; it is free again when nothing refers to it."""
 
-    def __init__(self, pool: Pool, nbytes: int) -> None:
-        self._pool, self.nbytes = pool, nbytes
-        self.buffer, self.after = pool.take(nbytes)
+    def __init__(self, pool: Pool, nbytes: int, from_host: bool) -> None:
+        self._pool, self.nbytes, self._from_host = pool, nbytes, from_host
+        self.buffer, self.after = pool.take(nbytes, from_host)
 
     def __del__(self) -> None:
-        self._pool.give(self.nbytes, self.buffer, self.after)
+        self._pool.give(self.nbytes, self._from_host, self.buffer, self.after)
 
 
 class Entry:
@@ -157,7 +157,7 @@ class GroupRun:
         pool = self.manager.pool
         for part in [leaving] if self.fused and leaving else [[entry] for entry in leaving]:
             offsets, total = _offsets([entry.nbytes for entry in part])
-            slot = _Slot(pool, total)
+            slot = _Slot(pool, total, link().on_host(part[0].base))
             slot.after = event = link().copy_out([entry.base for entry in part], slot.buffer, stream, slot.after)
             for entry, offset in zip(part, offsets):
                 entry.slot, entry.event = (slot, offset), event

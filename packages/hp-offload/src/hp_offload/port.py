@@ -38,8 +38,15 @@ class Link(Protocol):
 
     def nbytes(self, storage: Storage) -> int: ...
 
-    def host(self, nbytes: int) -> Buffer:
-        """Allocate memory of the host, pinned where the device copies from pinned memory aside."""
+    def on_host(self, storage: Storage) -> bool:
+        """Tell whether memory is the host's."""
+        ...
+
+    def host(self, nbytes: int, from_host: bool) -> Buffer:
+        """Allocate memory of the host for copies of other memory, pinned where a device copies from such memory aside.
+
+        `from_host`: the other memory is the host's, too.
+        """
         ...
 
     def copy_out(self, storages: list[Storage], buffer: Buffer, stream: Stream | None, after: Event) -> Event:

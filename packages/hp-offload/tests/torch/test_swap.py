@@ -13,6 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hp_offload import CheckpointPolicy, SwapManager, checkpoint, swap, swap_tensor_wrapper, swap_wrapper
+from hp_offload.port import link
+from hp_platform.torch.dry import dry_world
 
 SAVE, SWAP = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP
 
@@ -263,6 +265,20 @@ def test_tensors_without_memory_of_their_own():
     with FakeTensorMode():
         fake = torch.ones(3, requires_grad=True)
         twice(lambda x: x.exp().sin(), fake).sum().backward()
+
+
+def test_tensors_of_a_dry_world_are_swapped(manager):
+    with dry_world(2, 0):
+        x = torch.ones(64, 8, device="meta", requires_grad=True)
+        first, second = (torch.tanh(x.detach() + number) for number in range(2))
+        assert link().address(first.untyped_storage()) != link().address(second.untyped_storage()) != 0
+        assert link().address(first[1:].untyped_storage()) == link().address(first.untyped_storage())
+        y = twice(lambda x: x.exp().sin(), x)
+        assert manager.host_bytes == x.nbytes, "exp and sin save one storage"
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+        manager.release_host_memory()
+    assert link().address(first.untyped_storage()) == 0
 
 
 # ---- one tensor ----

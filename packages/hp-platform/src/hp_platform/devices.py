@@ -50,8 +50,12 @@ class Devices:
         return port().devices.kind_of(device)
 
     def has_memory(self, tensor: Any) -> bool:
-        """Tell whether a tensor has memory for its values: one on torch's meta device has a shape alone."""
+        """Tell whether a tensor or a storage has memory for its values: on torch's meta device it has a size alone."""
         return port().devices.has_memory(tensor)
+
+    def host_device(self) -> Any:
+        """Get the device of tensors in the host's memory: `torch.device("cpu")`, or on MindSpore its name, "CPU"."""
+        return port().devices.host_device()
 
     def set_device(self, index: int) -> None:
         """Use the device of this index on this machine; MindSpore wants that before the first tensor is made."""

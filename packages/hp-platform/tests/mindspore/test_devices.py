@@ -18,6 +18,7 @@ def test_devices():
     assert devices.kind == device_type()
     assert devices.kind in devices.present() and devices.count >= 1
     assert Tensor(np.ones(1, np.float32)).device == devices.current_device()
+    assert devices.host_device() == "CPU" and devices.kind_of(devices.host_device()) == "cpu"
     devices.reset_peak_memory()
     before = devices.peak_memory()
     kept = Tensor(np.ones(64 << 20, np.uint8))

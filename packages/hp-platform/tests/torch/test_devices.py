@@ -7,6 +7,7 @@ import torch
 
 import hp_platform
 from hp_platform import get_platform
+from hp_platform.torch.host import empty_on_host, host_observers
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device
@@ -30,6 +31,20 @@ def test_devices():
     devices.synchronize()
     devices.empty_cache()
     assert tensor.sum().item() == 2
+
+
+def test_memory_of_the_host():
+    devices, told = get_platform().devices, []
+    host_observers.append(told.append)
+    try:
+        memory = empty_on_host(6, torch.int16)
+    finally:
+        host_observers.remove(told.append)
+    assert memory.shape == (6,) and memory.dtype == torch.int16 and memory.device == devices.host_device()
+    assert memory.is_pinned() == devices.capabilities.pinned_memory
+    assert not empty_on_host(6, torch.int16, pin=False).is_pinned()
+    assert not empty_on_host(6, torch.int16, from_host=True).is_pinned()
+    assert [each is memory for each in told] == [True]
 
 
 @on_ranks(2)

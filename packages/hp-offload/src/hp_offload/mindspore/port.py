@@ -199,7 +199,12 @@ def nbytes(storage: Tensor) -> int:
     return storage.nbytes
 
 
-def host(nbytes: int) -> np.ndarray:
+def on_host(storage: Tensor) -> bool:
+    """Tell that memory counts as the device's, on CPU as well."""
+    return False
+
+
+def host(nbytes: int, from_host: bool) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
 

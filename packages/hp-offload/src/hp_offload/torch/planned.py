@@ -137,7 +137,7 @@ class _PlannedPasses(SitePasses):
             if not stays(out):
                 storage = out.untyped_storage()
                 layout = out.dtype, out.shape, out.stride(), out.storage_offset()
-                self._outputs[storage.data_ptr()] = position, StorageWeakRef(storage), layout, out._version
+                self._outputs[address_of(out)] = position, StorageWeakRef(storage), layout, out._version
 
     def call(self, key: Key, site: Site) -> T:
         """Call a function, and note its output if nothing else that it saves is to be computed again."""
@@ -172,7 +172,7 @@ class _PlannedPasses(SitePasses):
         """Keep the output of a heavy operation whose storage a tensor has, for the second run if there will be one."""
         if not self._planned.runs_again:
             return
-        output = self._outputs.get(tensor.untyped_storage().data_ptr())
+        output = self._outputs.get(address_of(tensor))
         if output is not None and not output[1].expired() and output[0] not in self._kept:
             position, _, layout, version = output
             if tensor.dtype is layout[0] and tensor._version == version:

@@ -22,10 +22,11 @@ from hp_offload.torch.regions.functions import Filling, Walk
 from hp_offload.torch.regions.region import Passes, Scope, run_excluded, run_region, running, tag
 from hp_offload.torch.regions.selection import Selection
 from hp_offload.torch.regions.sites import module_of
-from hp_offload.torch.swapping import Packed, SwapRun, swapping, unpack
+from hp_offload.torch.swapping import Packed, SwapRun, address_of_storage, swapping, unpack
 from hp_offload.torch.tracing import trace
 from hp_platform import get_platform
 from hp_platform.torch.heavy import mark
+from hp_platform.torch.host import empty_on_host
 
 __all__ = [
     "apply",
@@ -227,8 +228,8 @@ def storage(tensor: torch.Tensor | Storage) -> Storage:
 
 
 def address(storage: Storage) -> int:
-    """Get where memory begins; 0 where there is none."""
-    return 0 if storage.device.type == "meta" else storage.data_ptr()
+    """Get what tells memory from other memory; 0 where there is none."""
+    return address_of_storage(storage)
 
 
 def nbytes(storage: Storage) -> int:
@@ -236,9 +237,13 @@ def nbytes(storage: Storage) -> int:
     return storage.nbytes()
 
 
-def host(nbytes: int) -> torch.Tensor:
-    with _disable_current_modes():
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=get_platform().devices.capabilities.pinned_memory)
+def on_host(storage: Storage) -> bool:
+    """Tell whether memory is the host's."""
+    return storage.device.type == "cpu"
+
+
+def host(nbytes: int, from_host: bool) -> torch.Tensor:
+    return empty_on_host(nbytes, torch.uint8, from_host=from_host)
 
 
 def copy_out(storages: list[Storage], buffer: torch.Tensor, stream: Stream | None, after: Event) -> Event:

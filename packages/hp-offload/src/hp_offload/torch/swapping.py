@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hp_offload.manager import Entry, GroupRun, SwapManager
 from hp_offload.saved import CheckpointPolicy, checked_swap_answer
+from hp_platform import get_platform
 
 T = torch.Tensor
 
@@ -38,10 +39,15 @@ def unpack(packed: Packed) -> T:
 
 
 def address_of(tensor: T) -> int:
-    """Return where a tensor's storage begins; 0 where it has none."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return 0
-    return tensor.untyped_storage().data_ptr()
+    """Return what tells a tensor's storage from others; 0 where it has none."""
+    return 0 if tensor.layout is not torch.strided else address_of_storage(tensor.untyped_storage())
+
+
+def address_of_storage(storage: torch.UntypedStorage) -> int:
+    """Return where a storage begins, or the number of one whose memory has no address; 0 where there is no memory."""
+    if storage.device.type != "meta":
+        return storage.data_ptr()
+    return storage._cdata if storage.nbytes() and get_platform().devices.has_memory(storage) else 0
 
 
 def version_of(tensor: T) -> T:
@@ -233,17 +239,11 @@ def stays(tensor: T) -> bool:
         return True
     if type(tensor).__torch_dispatch__ is not _native:  # type: ignore[attr-defined]
         return not is_traceable_wrapper_subclass(tensor)
-    return tensor.device.type == "meta"
+    return not get_platform().devices.has_memory(tensor)
 
 
 def _addresses(tensors: Iterable[T]) -> set[int]:
-    return {
-        each.untyped_storage().data_ptr() for each in tensors if each.layout is torch.strided and not _is_fake(each)
-    }
-
-
-def _is_fake(tensor: T) -> bool:
-    return type(tensor).__torch_dispatch__ is not _native or tensor.device.type == "meta"  # type: ignore[attr-defined]
+    return {address_of(each) for each in tensors if type(each).__torch_dispatch__ is _native}  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

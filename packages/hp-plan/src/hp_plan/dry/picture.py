@@ -32,9 +32,10 @@ def draw_memory(rank: RankReport, path: str | os.PathLike[str]) -> None:
         raise ImportError("a picture of memory needs matplotlib: pip install 'hp-plan[plot]'") from error
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    series = [[value / _MIB for value in rank.memory[kind]] for kind in KINDS]
+    kinds = KINDS[:-1]  # the device's
+    series = [[value / _MIB for value in rank.memory[kind]] for kind in kinds]
     operations = range(len(series[0]))
-    axes.stackplot(operations, series, labels=KINDS, colors=_COLOURS, step="post")
+    axes.stackplot(operations, series, labels=kinds, colors=_COLOURS, step="post")
     peak, where = rank.peak, rank.peak.module or rank.peak.phase
     axes.axvline(rank.trace.optimizer_from, color="black", linewidth=0.8, linestyle="--")
     axes.annotate("optimizer", (rank.trace.optimizer_from, axes.get_ylim()[1]), fontsize=7, va="top")

@@ -10,9 +10,9 @@ from typing import Any
 from hp_offload.extend import size
 from hp_plan.dry.trace import Trace
 
-KINDS = ("weights", "gradients", "states", "gathered", "saved", "temporary")
+KINDS = ("weights", "gradients", "states", "gathered", "saved", "temporary", "host")
 """Of memory: parameters and buffers; their gradients; the optimizer's states; buffers of gathered parameters; what
-backward needs of forward; and the rest."""
+backward needs of forward; the rest; and whatever is in the host's memory, which is in no sum of the device's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Moment:
     """A rank's memory at one operation of a step.
 
     Attributes:
-        live: bytes.
-        by_kind: the same, by `KINDS`.
+        live: bytes of the device.
+        by_kind: the same, by `KINDS`; and the host's at this moment.
         operation: its number in the step.
         phase: "forward", "backward" or "optimizer".
         module: that ran; "" outside of modules.
@@ -83,6 +83,7 @@ class RankReport:
         uneven: its shard of some parameter is not as large as every other rank's.
         peak: where its memory is largest.
         rest: bytes between steps.
+        host: the most bytes of the host's memory that are allocated for it.
         trace: the whole step.
         memory: bytes of each kind at each operation; empty unless asked for.
         assumed: values that were not there.
@@ -94,6 +95,7 @@ class RankReport:
     uneven: bool
     peak: Moment
     rest: int
+    host: int
     trace: Trace
     memory: Mapping[str, tuple[int, ...]]
     assumed: tuple[Assumption, ...]

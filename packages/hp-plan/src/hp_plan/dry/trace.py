@@ -24,7 +24,7 @@ class Trace:
     """A rank's step.
 
     Attributes:
-        live: the most live bytes at each operation of a step, in order.
+        live: the most live bytes of the device at each operation of a step, in order.
         peak: the most of them.
         flops: of matrix products and attention.
         operations: their number.

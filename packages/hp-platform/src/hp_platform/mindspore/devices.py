@@ -51,6 +51,11 @@ def has_memory(tensor: Any) -> bool:
     return True
 
 
+def host_device() -> str:
+    """Get the name of the host's device, as tensors have it."""
+    return "CPU"
+
+
 def set_device(kind: str, index: int) -> None:
     """Use the device of this index, once, before the first tensor is made."""
     if kind != "cpu":

@@ -48,9 +48,14 @@ def kind_of(device: torch.device) -> str:
     return device.type
 
 
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has memory; on the meta device it has a shape alone."""
-    return not tensor.is_meta
+def has_memory(tensor: torch.Tensor | torch.UntypedStorage) -> bool:
+    """Tell whether a tensor or a storage has memory; on the meta device it has a size alone."""
+    return tensor.device.type != "meta"
+
+
+def host_device() -> torch.device:
+    """Get the device of the host's memory."""
+    return torch.device("cpu")
 
 
 def set_device(kind: str, index: int) -> None:

@@ -4,7 +4,8 @@ Note [A dry world]
 The process groups have torch's "fake" backend, and new tensors go to the meta device, where operators compute shapes
 alone. What ranks tell each other as host numbers or bytes (`hp_platform.communication.agreement`) has to have values:
 the others are taken to say what this rank says, but for those that a `Peers` speaks for. A collective of tensors on the
-meta device does nothing. Code above the port is the one that real ranks run, and does not ask whether its world is dry.
+meta device does nothing, and the host's memory is on the meta device as well. What torch compiles runs uncompiled. Code
+above the port is the one that real ranks run, and does not ask whether its world is dry.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hp_platform import collectives as checked
 from hp_platform import groups
 from hp_platform.devices import devices as here
-from hp_platform.port import Handle
+from hp_platform.port import Capabilities, Handle
 from hp_platform.torch import collectives, devices, port
 
 T = torch.Tensor
@@ -103,7 +105,7 @@ def dry_world(size: int, rank: int, *, peers: Peers | None = None, backend: str 
         checked.renew()
         _register_attention(library)
         _register_grouped_products(library)
-        with _Values(), _without_autocast():
+        with _Values(), _without_autocast(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         port.collectives, port.devices = before
@@ -113,13 +115,25 @@ def dry_world(size: int, rank: int, *, peers: Peers | None = None, backend: str 
 
 
 def _devices() -> Any:
-    """Make the port's devices: the current one is meta, whose tensors count as having memory."""
+    """Make the port's devices: the current one and the host are meta, whose tensors count as having memory.
+
+    What copies on side streams does the same copies at once, as on CPU.
+    """
     own = {name: value for name, value in vars(devices).items() if not name.startswith("__")}
 
     def kind_of(device: torch.device) -> str:
         return here.kind if device.type == "meta" else device.type
 
-    own |= {"current_device": lambda kind: _META, "has_memory": lambda tensor: True, "kind_of": kind_of}
+    def capabilities(kind: str) -> Capabilities:
+        return replace(devices.capabilities(kind), streams=False, pinned_memory=False)
+
+    own |= {
+        "current_device": lambda kind: _META,
+        "host_device": lambda: _META,
+        "has_memory": lambda tensor: True,
+        "kind_of": kind_of,
+        "capabilities": capabilities,
+    }
     return types.SimpleNamespace(**own)
 
 
@@ -261,6 +275,7 @@ def _register_attention(library: torch.library.Library) -> None:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
 
+    assert library.m is not None
     for key in ("AutogradMeta", "Meta"):
         library.m.impl("scaled_dot_product_attention", key, attention, False)
 

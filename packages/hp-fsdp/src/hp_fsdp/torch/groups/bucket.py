@@ -22,11 +22,12 @@ from hp_fsdp.axes import DataAxes, PostForwardRanks
 from hp_fsdp.grad_norm import mark_in_blocks
 from hp_fsdp.groups.managed_params import FlatLayout
 from hp_fsdp.options import BucketPlan, GroupOptions
-from hp_fsdp.torch.groups.communication import Communication, empty_on_host, on_copy_stream, transport
+from hp_fsdp.torch.groups.communication import Communication, on_copy_stream, transport
 from hp_fsdp.torch.groups.deterministic import MicroBatchBuffer
 from hp_fsdp.torch.groups.gradients import GradientBuffer
 from hp_fsdp.torch.groups.parameter import ManagedParameter, check_registered, find_registered, has_own_setattr
 from hp_platform import collectives, get_platform
+from hp_platform.torch.host import empty_on_host
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
@@ -119,9 +120,9 @@ class Bucket:
 
     def new_shard(self, device: torch.device) -> torch.Tensor:
         """Allocate memory for the rank's piece, zeroed."""
-        if self.offload is None or device.type != "cpu":
+        if self.offload is None or device != get_platform().devices.host_device():
             return torch.zeros(self.layout.piece, dtype=self.dtype, device=device)
-        return empty_on_host(self.layout.piece, self.dtype, self.offload.pin_memory).zero_()
+        return empty_on_host(self.layout.piece, self.dtype, pin=self.offload.pin_memory).zero_()
 
     def range_of(self, index: int) -> torch.Tensor:
         """Return a parameter's range of the rank's piece."""

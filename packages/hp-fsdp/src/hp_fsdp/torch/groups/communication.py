@@ -19,6 +19,7 @@ from hp_dtensor import DeviceMesh
 from hp_fsdp.axes import DataAxes, ReduceScatterGroup
 from hp_fsdp.options import CopyLink
 from hp_platform import collectives, get_platform
+from hp_platform.torch.host import empty_on_host
 
 
 class Communication:
@@ -111,13 +112,8 @@ _streams: dict[torch.device, Any] = {}
 
 def transport(mesh: DeviceMesh) -> torch.device:
     """Return the device on which this process communicates over ``mesh``."""
-    return torch.device("cpu") if mesh.device_type == "cpu" else get_platform().devices.current_device()
-
-
-def empty_on_host(size: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
-    """Allocate memory on the host, page-locked if ``pin`` and there is a device to copy to."""
-    pin = pin and get_platform().devices.capabilities.pinned_memory
-    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=pin)
+    devices = get_platform().devices
+    return devices.host_device() if mesh.device_type == "cpu" else devices.current_device()
 
 
 def on_copy_stream(
@@ -146,7 +142,7 @@ class D2HCopy:
 
     Args:
         tensor: the source; kept until the copy is over.
-        pin: see `empty_on_host`.
+        pin: see `hp_platform.torch.host.empty_on_host`.
         then: called with the copy when it is done.
         link: see `on_copy_stream`.
     """
@@ -160,7 +156,7 @@ class D2HCopy:
     ) -> None:
         self._tensor = tensor
         self._then = then
-        self._copy = empty_on_host(tensor.numel(), tensor.dtype, pin)
+        self._copy = empty_on_host(tensor.numel(), tensor.dtype, pin=pin)
         with on_copy_stream(tensor.device, link, out=True):
             self._copy.copy_(tensor, non_blocking=True)
             devices = get_platform().devices

@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hp_offload.torch.swapping import Kept, address_of, unpack
+from hp_platform import get_platform
 from hp_platform.frames import current_frame
 
 T = torch.Tensor
@@ -292,9 +293,10 @@ def _plain(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         return False
     if len(args) > 3 and isinstance(args[3], float):  # max_norm of an embedding
         return False
+    has_memory = get_platform().devices.has_memory
     tensors = [each for each in _flat((*args, *(kwargs or {}).values())) if isinstance(each, T)]
     return bool(tensors) and all(
-        type(each).__torch_dispatch__ is _native and each.layout is torch.strided and each.device.type != "meta"  # type: ignore[attr-defined]
+        type(each).__torch_dispatch__ is _native and each.layout is torch.strided and has_memory(each)  # type: ignore[attr-defined]
         for each in tensors
     )
 

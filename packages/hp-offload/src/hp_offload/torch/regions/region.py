@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from hp_offload.torch.regions.functions import Filling, Walk, differing
 from hp_offload.torch.regions.sites import Computed
 from hp_offload.torch.regions.state import State, Surroundings, random_state, set_random_state, snapshot
-from hp_offload.torch.swapping import Kept, Packed, SwapRun, changed, plain_torch, unpack
+from hp_offload.torch.swapping import Kept, Packed, SwapRun, address_of, changed, plain_torch, unpack
 from hp_platform.frames import frame
 
 
@@ -61,9 +61,7 @@ class Scope:
 
     def swapped(self, tensor: T) -> Packed | None:
         """Return what stands for a tensor if its storage is tagged."""
-        if not self.tagged or tensor.device.type == "meta":
-            return None
-        tagged = self.tagged.get(tensor.untyped_storage().data_ptr())
+        tagged = self.tagged.get(address_of(tensor)) if self.tagged else None
         return None if tagged is None or tagged[0].expired() else tagged[1].pack(tensor)
 
 
@@ -94,8 +92,7 @@ def tag(tensor: T, run: SwapRun) -> None:
             " Call it inside of a function that runs under checkpoint(...) or swap(...)."
         )
     if scope.position is None:
-        storage = tensor.untyped_storage()
-        scope.tagged[storage.data_ptr()] = StorageWeakRef(storage), run
+        scope.tagged[address_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), run
 
 
 def run_excluded(forward: Callable[..., Any], args: Any, kwargs: Any, *, save_output: bool) -> Any:
@@ -281,8 +278,7 @@ _WRAPPERS = ("ViewBackward0", "AliasBackward0")
 
 
 def _address(tensor: T) -> int:
-    plain = tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is _native  # type: ignore[attr-defined]
-    return tensor.untyped_storage().data_ptr() if plain and tensor.device.type != "meta" else 0
+    return address_of(tensor) if type(tensor).__torch_dispatch__ is _native else 0  # type: ignore[attr-defined]
 
 
 def _show(shape: torch.Size, dtype: torch.dtype, origin: Any) -> str:

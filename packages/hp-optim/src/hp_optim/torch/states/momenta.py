@@ -16,7 +16,7 @@ import torch
 
 from hp_optim.swapping import CopyLink, OwnLink, SwapOptimizerConfig, cut_in_slices
 from hp_optim.torch.states.blocks import view_like, wrapped_like
-from hp_platform import get_platform
+from hp_platform.torch.host import empty_on_host
 
 Event = Any
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -45,7 +45,7 @@ class Transfers:
 
     def host(self, nbytes: int) -> torch.Tensor:
         """Allocate memory of the host, pinned where the device copies from it aside."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=get_platform().devices.capabilities.pinned_memory)
+        return empty_on_host(nbytes, torch.uint8)
 
     def load(self, number: int, pairs: Pairs, after: Event = None) -> Event:
         """Copy a slice to the device; return when it is there.

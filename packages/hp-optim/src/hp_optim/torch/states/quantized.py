@@ -31,9 +31,11 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hp_dtensor import Placement
 from hp_dtensor.extend import Box, boxes
+from hp_platform import get_platform
 
 BLOCK = 256
 """Elements that have one scale."""
@@ -212,7 +214,7 @@ def update(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], comp
         others: what `dithers` returns, and the step's numbers.
         compiled: compile it. Default: on CPU and CUDA.
     """
-    device, blocks = tensors[0].device.type, len(tensors[0])
+    device, blocks = get_platform().devices.kind_of(tensors[0].device), len(tensors[0])
     if blocks == 1:  # compiled code for one block would be other code
         pairs = [torch.cat([each, each]) for each in tensors]
         update(pairs, others, compiled)
@@ -233,7 +235,8 @@ def _compiled() -> Callable[..., None]:
     def run(*tensors: torch.Tensor) -> None:
         nonlocal chosen
         try:
-            chosen(*tensors)
+            with _disable_current_modes():  # for a dispatch mode, torch would refuse to make one graph of it
+                chosen(*tensors)
         except RuntimeError as error:
             if type(error).__name__ not in _NO_COMPILER:
                 raise

@@ -39,6 +39,11 @@ _PRELOAD = (
     "transformers.integrations.moe",
 )
 """Imported once for all ranks that are played; what is not installed is left out."""
+_BUDGET = Diagnostic(
+    "memory.budget",
+    "what is swapped and computed again to keep to it depends on measured seconds, of which a dry run has none",
+    "write memory.recompute or memory.swap in its place, and compare the peak with the budget",
+)
 
 
 def dry_run(
@@ -53,7 +58,9 @@ def dry_run(
 
     No device is used and no rank is started: each distinct rank is a process on this machine that runs the training
     step as a real rank does, on torch's meta device, where operators compute shapes alone. Bytes are those of tensors;
-    an allocator's rounding, and workspaces of kernels and of communication, come on top.
+    an allocator's rounding, and workspaces of kernels and of communication, come on top. So do the copies of shards
+    that `[fsdp] offload` makes on the device, of one group at a time; the host's memory is counted apart. Blocks that
+    torch compiles are played uncompiled, which may hold more.
 
     Example:
         >>> print(dry_run(ParallelPlan.from_toml("plan.toml"), ranks=1024))
@@ -68,11 +75,14 @@ def dry_run(
         kernels: with how often each distinct kernel is called.
 
     Raises:
-        PlanError: the plan does not lint clean, or can't have so many ranks.
+        PlanError: the plan does not lint clean, can't have so many ranks, or has `[memory] budget`, which measured
+            seconds decide on.
         RuntimeError: the model can't be played; it says which operator or which value was missing.
     """
     if ranks is not None:
         plan = spread_over(plan, ranks)
+    if plan.memory.budget is not None:
+        raise PlanError([_BUDGET])
     mesh = plan.mesh
     if rank is not None and not 0 <= rank < mesh.world_size:
         raise ValueError(f"dry_run: rank {rank} is none of {mesh.world_size} ranks, 0 to {mesh.world_size - 1}")

@@ -4,18 +4,17 @@ Note [The ledger]
 A dispatch mode sees each operator's results, and keeps a weak reference to each storage: what is freed is noted when
 Python lets go of it, on the meta device as on a real one. `UntypedStorage.resize_` is followed as well, by which fully
 sharded parameters are gathered and let go. So the same ledger reads a dry run and a real one, and the two can be
-compared to the byte; an allocator's rounding and the workspaces of kernels are in neither.
+compared to the byte; an allocator's rounding and the workspaces of kernels are in neither. Of the host's memory it sees
+what `empty_on_host` allocates.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,14 +23,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from hp_dtensor.torch.extend import Modules
+from hp_plan.torch.dry.compat import calling_line, running_module
+from hp_platform.torch.host import host_observers
 
 T = torch.Tensor
 _VALUE = torch.ops.aten._local_scalar_dense.default
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
 _plain = torch._C.DisableTorchFunctionSubclass
 _graph_task = torch._C._current_graph_task_id
-_OWN = (__name__, "hp_platform.torch.dry")
-_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(slots=True)
@@ -44,6 +43,7 @@ class Held:
         module: that was running, by name; "" outside of modules.
         phase: "forward", "backward", "optimizer" or "before".
         resized: it was resized, as a gathered buffer is.
+        on_host: it is the host's memory, from which a device copies.
     """
 
     operator: str
@@ -51,6 +51,7 @@ class Held:
     module: str
     phase: str
     resized: bool = False
+    on_host: bool = False
 
 
 @dataclass(slots=True)
@@ -103,8 +104,9 @@ class Ledger(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         """Begin to read."""
+        host_observers.append(self._know_on_host)
         self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resized()  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._resized()
         if self._modules is not None:
             self._modules.start()
         return super().__enter__()
@@ -112,7 +114,8 @@ class Ledger(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         """End."""
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        host_observers.remove(self._know_on_host)
+        torch.UntypedStorage.resize_ = self._resize
         if self._modules is not None:
             self._modules.stop()
 
@@ -133,6 +136,20 @@ class Ledger(TorchDispatchMode):
         with _plain():
             for tensor in tensors:
                 self._meet(tensor, "")
+
+    @contextmanager
+    def knowing_host(self) -> Iterator[None]:
+        """Count the host's memory that is allocated while inside, and nothing else."""
+        host_observers.append(self._know_on_host)
+        try:
+            yield
+        finally:
+            host_observers.remove(self._know_on_host)
+
+    def _know_on_host(self, memory: T) -> None:
+        with _plain():
+            self._meet(memory, "empty")
+            self.storages[self._numbers[memory.untyped_storage()._cdata]].on_host = True
 
     def number_of(self, tensor: T) -> int | None:
         """Return the number of a tensor's storage, None of one that was not seen."""
@@ -176,7 +193,7 @@ class Ledger(TorchDispatchMode):
         if phase == "forward" and _graph_task() != -1:
             phase = "backward"
         if self._modules is not None and operator:
-            module = self._modules.place(sys._getframe(2))[1]
+            module = running_module(self._modules)
         self._numbers[key] = len(self.storages)
         self.storages.append(Held(operator.removeprefix("aten::"), tuple(tensor.shape), module, phase))
         self._sizes[key] = 0
@@ -210,13 +227,7 @@ class Ledger(TorchDispatchMode):
         return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
     def _assume(self, what: str) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (
-            frame.f_code.co_filename.startswith(_TORCH) or frame.f_globals["__name__"] in _OWN
-        ):
-            frame = frame.f_back
-        place = "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
-        self.assumed[what, place] += 1
+        self.assumed[what, calling_line()] += 1
 
     def _on_one_device(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
         """Give an operator of host and meta tensors meta tensors alone; None where it is a copy, which is not made."""
@@ -241,11 +252,6 @@ def _without_values(value: Any) -> Any:
     if not isinstance(value, T) or value.is_meta or not value.dim():
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-
-def _short(path: str) -> str:
-    """Return a path from the library or package on."""
-    return path.rpartition("site-packages/")[2].rpartition("/src/")[2]
 
 
 def kernel_key(func: Any, args: Any, kwargs: Any) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hp_moe.extend import Counts, balanced, forced_routes
+from hp_offload import SwapManager
 from hp_plan.application import apply
 from hp_plan.plan import ParallelPlan, data_parallel_rows
 from hp_plan.torch.build import build_model, build_objective, build_optimizer
@@ -43,9 +44,10 @@ class Played:
         def build(each: ParallelPlan) -> Any:
             return apply(build_model(each, device=device), each)
 
-        self.model = build(plan)
-        self.objective = build_objective(plan, build)
-        self.optimizer = build_optimizer(plan, self.model.named_parameters())
+        with ledger.knowing_host():
+            self.model = build(plan)
+            self.objective = build_objective(plan, build)
+            self.optimizer = build_optimizer(plan, self.model.named_parameters())
         rows = data_parallel_rows(plan)
         length = plan.data.sequence_length
         self.tokens = torch.zeros(rows.stop - rows.start, length, dtype=torch.int64, device=device)
@@ -81,9 +83,19 @@ class Played:
 
     def states(self) -> set[int]:
         """Return the numbers of the storages of the optimizer's states."""
-        optimizers = getattr(self.optimizer, "optimizers", {"": self.optimizer})
-        found = [state for each in optimizers.values() for state in each.state.values()]
+        return self._states_of(self.model.parameters())
+
+    def _states_of(self, parameters: Iterable[T]) -> set[int]:
+        optimizers = getattr(self.optimizer, "optimizers", {"": self.optimizer}).values()
+        found = [each.state[parameter] for parameter in parameters for each in optimizers if parameter in each.state]
         return self._numbers([each for state in found for each in state.values() if isinstance(each, T)])
+
+    def on_host(self) -> set[int]:
+        """Return the numbers of storages of the host: those allocated there, and all that belongs to such weights."""
+        known = {number for number, held in enumerate(self.ledger.storages) if held.on_host}
+        weights = [each for each in self.model.parameters() if self.ledger.number_of(each) in known]
+        own = [each.grad for each in weights if each.grad is not None]
+        return known | self._numbers(own) | self._states_of(weights)
 
     def _numbers(self, tensors: list[T]) -> set[int]:
         return {number for each in tensors if (number := self.ledger.number_of(each)) is not None}
@@ -100,6 +112,17 @@ def without_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def _own_host_memory() -> Iterator[None]:
+    """Let no run have the buffers that another swapped to."""
+    manager = SwapManager()
+    manager.release_host_memory()
+    try:
+        yield
+    finally:
+        manager.release_host_memory()
 
 
 @contextmanager
@@ -125,7 +148,7 @@ def dry(
         read: what the ledger reads beside storages: `kernels`, `modules`.
     """
     world = dry_world(plan.mesh.world_size, rank, peers=peers, backend=backend)
-    with world, without_collector(), forced_routes(routes), unguarded():
+    with world, without_collector(), forced_routes(routes), unguarded(), _own_host_memory():
         ledger = Ledger(("meta", "cpu"), **read)
         played = Played(plan, ledger, torch.device("meta"))
         for number in range(steps):

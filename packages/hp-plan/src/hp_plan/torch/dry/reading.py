@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor import DTensor
@@ -29,7 +29,8 @@ def report_of(played: Played, rank: int, *, memory: bool = False) -> RankReport:
     """
     plan, ledger, step = played.plan, played.ledger, played.ledger.step
     kinds = _kinds(played)
-    live, peak, at = _live(step)
+    live, peak, at = _live(step, lambda number: kinds[number] != "host")
+    on_host = _live(step, lambda number: kinds[number] == "host")
     held = dict(step.start)
     for number, by in _until(step, at):
         held[number] = held.get(number, 0) + by
@@ -50,7 +51,8 @@ def report_of(played: Played, rank: int, *, memory: bool = False) -> RankReport:
         stands_for=plan.mesh.world_size // plan.mesh.pp,
         uneven=any(map(_is_uneven, played.model.parameters())),
         peak=_moment(ledger, held, kinds, step, at),
-        rest=live[-1] if live else sum(step.start.values()),
+        rest=live[-1],
+        host=on_host[1],
         trace=trace,
         memory=_over_the_step(step, kinds) if memory else {},
         assumed=assumed,
@@ -67,12 +69,19 @@ def _is_uneven(parameter: Any) -> bool:
     return parameter.to_local().numel() * pieces != parameter.numel()
 
 
-def _live(step: Step) -> tuple[list[int], int, int]:
-    """Return the most live bytes at each operation, the most of them, and the number of the change that reaches it."""
-    now = most = sum(step.start.values())
+def _live(step: Step, counts: Callable[[int], bool]) -> tuple[list[int], int, int]:
+    """Return the most live bytes at each operation, the most of them, and the number of the change that reaches it.
+
+    Args:
+        step: as the ledger read it.
+        counts: whether a storage does.
+    """
+    now = most = sum(size for number, size in step.start.items() if counts(number))
     highest = [0] * (step.operations + 1)
     at, last = -1, 0
-    for index, (operation, _, by) in enumerate(step.changes):
+    for index, (operation, number, by) in enumerate(step.changes):
+        if not counts(number):
+            continue
         for between in range(last + 1, operation + 1):
             highest[between] = now
         last = operation
@@ -111,7 +120,7 @@ def _kinds(played: Played) -> dict[int, str]:
         ("weights", played.weights()),
     ):
         kinds |= dict.fromkeys(numbers, kind)
-    return kinds
+    return kinds | dict.fromkeys(played.on_host(), "host")
 
 
 def _moment(ledger: Ledger, held: Mapping[int, int], kinds: Mapping[int, str], step: Step, at: int) -> Moment:
@@ -123,13 +132,15 @@ def _moment(ledger: Ledger, held: Mapping[int, int], kinds: Mapping[int, str], s
         made = ledger.storages[number]
         kind = kinds.get(number, "temporary")
         by_kind[kind] += nbytes
+        if kind == "host":
+            continue
         total = origins.setdefault((kind, made.operator, made.shape, made.module), [0, 0])
         total[0] += nbytes
         total[1] += 1
     top = sorted(origins.items(), key=lambda each: (-each[1][0], each[0]))[:_TOP]
     last = ledger.storages[step.changes[at][1]] if at >= 0 else None
     return Moment(
-        live=sum(held.values()),
+        live=sum(by_kind.values()) - by_kind["host"],
         by_kind={kind: by_kind[kind] for kind in KINDS},
         operation=step.changes[at][0] if at >= 0 else 0,
         phase=last.phase if last is not None else "forward",
