@@ -11,7 +11,7 @@ import pytest
 import torch
 from dry_plans import THOROUGH, USUAL, measured, told
 
-from hp_plan import ParallelPlan, PlanError, dry_run
+from hp_plan import ParallelPlan, PlanError, dry_run, fit, tune
 from hp_plan.dry.stages import StagePeers, play_stages
 from hp_plan.torch.dry.ledger import Ledger
 from hp_plan.torch.dry.playing import dry
@@ -78,6 +78,36 @@ def test_what_can_not_be_played_is_refused() -> None:
 def test_one_rank_of_many_is_played() -> None:
     [report] = dry_run(ParallelPlan.from_dict(USUAL["fsdp"]), ranks=8, rank=3).ranks
     assert report.rank == 3 and report.coordinates == {"dp_shard": 3} and report.stands_for == 8
+
+
+def test_skewed_routes_take_more_memory() -> None:
+    plan = ParallelPlan.from_dict(USUAL["ep"])
+    balanced, skewed = (dry_run(plan, rank=0, routes=factor).peak for factor in (1.0, 2.0))
+    assert skewed > balanced
+    with pytest.raises(ValueError, match="a factor of 3 is not from 1 to 2"):
+        dry_run(plan, routes=3)
+
+
+# ---- fit and tune ----
+def test_fit_names_the_largest_and_what_comes_next() -> None:
+    plan = ParallelPlan.from_dict(USUAL["fsdp"])
+    one = dry_run(plan, rank=0).peak
+    found = fit(plan, memory=one, most=8)
+    assert found.value == 4 and found.peak == one and found.beyond is not None and found.beyond[1] > one
+    less = fit(plan, memory="300KiB", most=2)
+    assert less.value is None and less.excess == less.peak - 300 * 1024 and "too much" in str(less)
+
+
+@pytest.mark.thorough
+def test_tune_finds_plans_that_fit() -> None:
+    tables = {**USUAL["fsdp"], "mesh": {}}
+    config = {**tables["model"]["overrides"], "num_hidden_layers": 6}
+    tables = {**tables, "model": {**tables["model"], "overrides": config}, "pipeline": {"schedule": "1f1b"}}
+    found = tune(tables, ranks=2, hardware="cpu", free=("mesh",), top=3)
+    assert found.searched > len(found.candidates) == 3 and found.traced
+    assert [each.seconds.total for each in found.candidates] == sorted(each.seconds.total for each in found.candidates)
+    best = found.candidates[0]
+    assert best.plan.mesh.world_size == 2 and dry_run(best.plan).peak == pytest.approx(best.memory, rel=0.02)
 
 
 # ---- worlds ----

@@ -80,7 +80,7 @@ def pinned(out: Tensor, chosen: Tensor, name: str) -> Tensor:
 def slots(chosen: Tensor, table: tuple[int, ...]) -> tuple[Numbers, Numbers]:
     """Look numbers up in a table; count those that are none of its places."""
     numbers = chosen.asnumpy()
-    counts = forced_counts(*numbers.shape, len(table))
+    counts = forced_counts(numbers.shape[0], numbers.shape[-1], len(table))
     if counts is not None:
         numbers = np.repeat(np.arange(len(table)), counts).reshape(numbers.shape[::-1]).T
     unknown = (numbers < 0) | (numbers >= len(table))

@@ -79,9 +79,12 @@ def skewed(factor: float) -> Counts:
         total, mean = tokens * choices, tokens * choices / experts
         slope = 2 * (factor - 1) / max(experts - 1, 1)
         wanted = [min(int(mean * (factor - slope * expert)), tokens) for expert in range(experts)]
-        for expert in range(experts):
-            room = min(tokens - wanted[expert], total - sum(wanted))
-            wanted[expert] += max(room, 0) if sum(wanted) < total else 0
+        left = total - sum(wanted)
+        while left:  # what rounding and the limit of a token once left over
+            for expert in range(experts):
+                if left and wanted[expert] < tokens:
+                    wanted[expert] += 1
+                    left -= 1
         return wanted
 
     return counts

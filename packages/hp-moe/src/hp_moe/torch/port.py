@@ -71,7 +71,7 @@ def pinned(out: T, chosen: T, name: str) -> T:
 # ---- numbers ----
 def slots(chosen: T, table: tuple[int, ...]) -> tuple[T, T]:
     """Look numbers up in a table; count those that are none of its places."""
-    counts = forced_counts(*chosen.shape, len(table))
+    counts = forced_counts(chosen.shape[0], chosen.shape[-1], len(table))
     if counts is not None:
         flat = torch.repeat_interleave(torch.arange(len(table)), torch.tensor(counts), output_size=chosen.numel())
         routes = flat.view(chosen.shape[1], chosen.shape[0]).t()  # an expert's tokens are different ones

@@ -32,6 +32,10 @@ class Undetermined(ValueError):
     """What is asked for varies something that the traces did not vary."""
 
 
+_SMALL = 1 << 20
+"""Bytes of messages that do not count: texts that ranks tell each other grow in steps."""
+
+
 class NotLinear(ValueError):
     """A trace is not where those of fewer blocks or stages lead."""
 
@@ -302,4 +306,7 @@ class Tally:
         """Compare with the counts of a trace of more blocks; raise `NotLinear` where one is missed by more."""
         for name, expected in self.at(point).items():
             what = " ".join(map(str, name)) if isinstance(name, tuple) else str(name)
-            _compare(float(expected), counts.get(name, 0.0), point, what, tolerance)
+            got = counts.get(name, 0.0)
+            if what.startswith("bytes") and max(expected, got) < _SMALL:
+                continue
+            _compare(float(expected), got, point, what, tolerance)

@@ -28,6 +28,9 @@ def dryrun(
     rank: Annotated[
         int | None, typer.Option(min=0, help="Play this rank, and the stages of its column.", show_default=False)
     ] = None,
+    routes: Annotated[
+        float, typer.Option(min=1, max=2, help="Tokens of the first expert over the mean: 1 is balanced.")
+    ] = 1.0,
     picture: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw memory over a step, by kind: .png, .svg, .pdf.", show_default=False),
@@ -39,7 +42,7 @@ def dryrun(
     with user_errors():
         tables = read_tables(plan, assignments)
         set_environment(tables, plan)
-        report = dry_run(checked_anywhere(tables), ranks=ranks, rank=rank, memory=picture is not None)
+        report = dry_run(checked_anywhere(tables), ranks=ranks, rank=rank, routes=routes, memory=picture is not None)
         if picture is not None:
             draw_memory(max(report.ranks, key=lambda each: each.peak.live), picture)
         typer.echo(json.dumps(report.as_json()) if json_lines else str(report))

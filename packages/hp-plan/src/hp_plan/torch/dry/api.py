@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hp_moe.extend import skewed
 from hp_offload.extend import parse_size
 from hp_plan.dry.report import DryReport, RankReport
 from hp_plan.dry.stages import StagePeers, play_stages
@@ -51,6 +52,7 @@ def dry_run(
     *,
     ranks: int | None = None,
     rank: int | None = None,
+    routes: float = 1.0,
     memory: bool = False,
     kernels: bool = False,
 ) -> DryReport:
@@ -71,6 +73,8 @@ def dry_run(
             leave. None is the plan's own number.
         rank: play this rank alone, with pp its column of stages. None is each distinct place: the first rank of every
             stage, and where shards are uneven the last one too, between which the others lie.
+        routes: the tokens of each layer's first expert over the mean, from 1 (balanced) to 2; they fall evenly to the
+            last.
         memory: with the bytes of each kind at each operation, for a picture.
         kernels: with how often each distinct kernel is called.
 
@@ -83,6 +87,7 @@ def dry_run(
         plan = spread_over(plan, ranks)
     if plan.memory.budget is not None:
         raise PlanError([_BUDGET])
+    skewed(routes)
     mesh = plan.mesh
     if rank is not None and not 0 <= rank < mesh.world_size:
         raise ValueError(f"dry_run: rank {rank} is none of {mesh.world_size} ranks, 0 to {mesh.world_size - 1}")
@@ -90,7 +95,7 @@ def dry_run(
     columns = [0 if rank is None else rank % across]
     reports: list[RankReport] = []
     for column in columns:
-        stages = {stage: (plan, stage * across + column, memory, kernels) for stage in range(mesh.pp)}
+        stages = {stage: (plan, stage * across + column, memory, kernels, routes) for stage in range(mesh.pp)}
         played = play_stages(play_rank, stages, functools.partial(stage_of, mesh), preload=_PRELOAD)
         reports += [played[stage] for stage in sorted(played)]
         if rank is None and len(columns) == 1 and across > 1 and any(each.uneven for each in reports):
@@ -108,7 +113,9 @@ def stage_of(mesh: MeshSection, rank: int) -> int:
     return mesh.coordinate(rank).get("pp", 0)
 
 
-def play_rank(plan: ParallelPlan, rank: int, memory: bool, kernels: bool, peers: StagePeers) -> RankReport:
+def play_rank(
+    plan: ParallelPlan, rank: int, memory: bool, kernels: bool, routes: float, peers: StagePeers
+) -> RankReport:
     """Play a rank in this process, which has no other use.
 
     Args:
@@ -116,10 +123,11 @@ def play_rank(plan: ParallelPlan, rank: int, memory: bool, kernels: bool, peers:
         rank: the rank.
         memory: with the bytes of each kind at each operation.
         kernels: with calls of distinct kernels.
+        routes: the first expert's tokens over the mean.
         peers: what other stages say.
     """
     torch.set_num_threads(1)
-    with dry(plan, rank, peers=peers, modules=True, kernels=kernels) as played:
+    with dry(plan, rank, peers=peers, routes=skewed(routes), modules=True, kernels=kernels) as played:
         return report_of(played, rank, memory=memory)
 
 
