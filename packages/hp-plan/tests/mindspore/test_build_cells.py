@@ -11,7 +11,18 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn
 from safetensors.numpy import save_file
 
-from hp_plan import ParallelPlan, PlanError, build_model, build_optimizer, build_schedule, lint, verify
+from hp_plan import (
+    ParallelPlan,
+    PlanError,
+    build_model,
+    build_optimizer,
+    build_schedule,
+    dry_run,
+    fit,
+    lint,
+    tune,
+    verify,
+)
 from hp_plan.extend import examine, style_notes
 from hp_plan.mindspore.build import build_empty
 from hp_plan.mindspore.models import named_parameters, outline
@@ -348,3 +359,14 @@ def test_a_model_declares_its_styles_and_ends():
     ]
     (wrong,) = lint(plan, model=Declared({"block.*": "colwise"}))
     assert "Declared.tp_plan: 'block.*' matches no module" in str(wrong)
+
+
+def test_dry_runs_are_refused_by_name():
+    plan = ParallelPlan.from_dict({"model": {"config": "LlamaConfig"}})
+    for name, ask in {
+        "dry_run": lambda: dry_run(plan),
+        "fit": lambda: fit(plan, memory="1GiB"),
+        "tune": lambda: tune(plan, ranks=2, hardware="cpu"),
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"{name}: .*MindSpore has none. .*HYPER_PARALLEL_PLATFORM=torch"):
+            ask()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from hp_plan import dry_run, fit, tune
-from hp_plan.extend import NothingFits, Tuned, draw_memory, tuned_text
+from hp_plan import PlanError, dry_run, fit, tune
+from hp_plan.extend import Tuned, draw_memory, tuned_text
 from hp_platform.extend import SettingError
 from hyper_parallel.commands.plans import Json, PlanFile, Set, checked_anywhere, read_tables, set_environment
 from hyper_parallel.commands.reporting import user_errors
@@ -20,6 +22,17 @@ Ranks = Annotated[
     int | None,
     typer.Option(min=1, help="How many; by default the mesh's. dp_shard takes the rest.", show_default=False),
 ]
+
+
+@contextlib.contextmanager
+def _advised() -> Iterator[None]:
+    """Show what can't be played or found as what the person can change."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except (NotImplementedError, ValueError) as error:
+        raise SettingError(str(error)) from error
 
 
 def dryrun(
@@ -39,7 +52,7 @@ def dryrun(
     json_lines: Json = False,
 ) -> None:
     """Play the plan's ranks without memory or devices: what each holds, computes and sends in a step."""
-    with user_errors():
+    with user_errors(), _advised():
         tables = read_tables(plan, assignments)
         set_environment(tables, plan)
         report = dry_run(checked_anywhere(tables), ranks=ranks, rank=rank, routes=routes, memory=picture is not None)
@@ -60,7 +73,7 @@ def fit_plan(
     json_lines: Json = False,
 ) -> None:
     """Find the largest micro-batch, sequence length or number of layers that fits; exit 1 where the least does not."""
-    with user_errors():
+    with user_errors(), _advised():
         tables = read_tables(plan, assignments)
         set_environment(tables, plan)
         found = fit(
@@ -101,14 +114,11 @@ def tune_plan(
     json_lines: Json = False,
 ) -> None:
     """Find the fastest plans that fit a machine: mesh, micro-batches, recompute, reshard and schedule are chosen."""
-    with user_errors():
+    with user_errors(), _advised():
         tables = read_tables(plan, assignments)
         set_environment(tables, plan)
         checked_anywhere(tables)
-        try:
-            found = tune(tables, ranks=ranks, hardware=hardware, free=("mesh", *(free or ())), top=top)
-        except NothingFits as error:
-            raise SettingError(str(error)) from None
+        found = tune(tables, ranks=ranks, hardware=hardware, free=("mesh", *(free or ())), top=top)
         typer.echo(json.dumps(_numbers(found)) if json_lines else tuned_text(found))
         if out is not None:
             best = found.candidates[0]

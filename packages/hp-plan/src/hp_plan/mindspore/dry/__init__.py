@@ -1,0 +1,1 @@
+"""Dry runs: not on MindSpore."""
