@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hp_plan import PlanError, dry_run, fit, tune
+import hp_plan
+from hp_plan import PlanError
 from hp_plan.extend import Tuned, draw_memory, tuned_text
 from hp_platform.extend import SettingError
 from hyper_parallel.commands.plans import Json, PlanFile, Set, checked_anywhere, read_tables, set_environment
@@ -55,7 +56,9 @@ def dryrun(
     with user_errors(), _advised():
         tables = read_tables(plan, assignments)
         set_environment(tables, plan)
-        report = dry_run(checked_anywhere(tables), ranks=ranks, rank=rank, routes=routes, memory=picture is not None)
+        report = hp_plan.dry_run(
+            checked_anywhere(tables), ranks=ranks, rank=rank, routes=routes, memory=picture is not None
+        )
         if picture is not None:
             draw_memory(max(report.ranks, key=lambda each: each.peak.live), picture)
         typer.echo(json.dumps(report.as_json()) if json_lines else str(report))
@@ -76,7 +79,7 @@ def fit_plan(
     with user_errors(), _advised():
         tables = read_tables(plan, assignments)
         set_environment(tables, plan)
-        found = fit(
+        found = hp_plan.fit(
             checked_anywhere(tables),
             memory=memory,
             quantity=quantity.replace("-", "_"),  # type: ignore[arg-type]
@@ -118,7 +121,7 @@ def tune_plan(
         tables = read_tables(plan, assignments)
         set_environment(tables, plan)
         checked_anywhere(tables)
-        found = tune(tables, ranks=ranks, hardware=hardware, free=("mesh", *(free or ())), top=top)
+        found = hp_plan.tune(tables, ranks=ranks, hardware=hardware, free=("mesh", *(free or ())), top=top)
         typer.echo(json.dumps(_numbers(found)) if json_lines else tuned_text(found))
         if out is not None:
             best = found.candidates[0]
