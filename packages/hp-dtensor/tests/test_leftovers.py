@@ -62,8 +62,9 @@ def test_a_step_leaves_nothing_to_the_collector(again: bool, hooks: bool) -> Non
     assert leftovers(step) == []
 
 
+@on_ranks(2)
 def test_no_plan_keeps_the_tensors_that_it_was_made_of() -> None:
-    mesh = init_device_mesh(device_type(), (1,))
+    mesh = init_device_mesh(device_type(), (2,))
 
     def alive(join: Callable[[tuple[torch.Tensor, ...]], Any]) -> bool:
         tensors = tuple(distribute_tensor(torch.randn(4, 5, device=device_type()), mesh, [Shard(0)]) for _ in range(2))

@@ -863,6 +863,7 @@ ELSEWHERE = {
         *("blocks:check_compile", "memory:check_memory", "memory:check_states", "loss:check_objective"),
         *("build:_check_statistics", "build:check_model_section", "unused_keys:check_profile"),
     ),
+    "test_dry_run.py::test_what_can_not_be_played_is_refused": ("api:spread_over",),
     "test_weights.py::test_a_plan_for_another_framework": ("checks:check_platform",),
     "test_weights.py::test_weights_of_another_model": (
         *("model_source:_weights_diagnostic", "model_source:load_weights"),

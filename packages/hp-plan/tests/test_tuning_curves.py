@@ -104,7 +104,7 @@ def test_counts_grow_with_micro_batches_blocks_and_shards(numbers):
         flops = each * point.micro_batches * (1 + numbers[5] * point.blocks) + once * (
             numbers[6] + numbers[7] * point.blocks
         )
-        return {"flops": flops, ("bytes", "tp"): 2 * flops}
+        return {"flops": flops, ("bytes", "tp"): 2 * flops * 2**20}
 
     points = [
         Point(b, 64, n, m, blocks)
@@ -114,7 +114,7 @@ def test_counts_grow_with_micro_batches_blocks_and_shards(numbers):
     tally = Tally.fit(points, [counts(point) for point in points])
     far = Point(8, 64, 16, 12, 32)
     assert tally.at(far)["flops"] == pytest.approx(counts(far)["flops"], rel=1e-6)
-    assert tally.at(far)["bytes", "tp"] == pytest.approx(2 * counts(far)["flops"], rel=1e-6)
+    assert tally.at(far)["bytes", "tp"] == pytest.approx(2**21 * counts(far)["flops"], rel=1e-6)
     tally.check(far, counts(far))
     with pytest.raises(NotLinear, match="bytes tp at 32 blocks"):
         tally.check(far, {**counts(far), ("bytes", "tp"): 0.0})

@@ -15,7 +15,7 @@ from hp_plan import ParallelPlan
 from hp_platform import get_platform
 from hp_platform.platforms.ports import choose_kind
 from hyper_parallel.__main__ import main
-from hyper_parallel.commands import cli
+from hyper_parallel.commands import cli, plans
 from hyper_parallel.launching import ranks
 
 EXAMPLES = [
@@ -163,7 +163,7 @@ def test_a_plan_that_is_too_large_for_this_machine(command, monkeypatch):
         PLAN + '[run]\ndtype = "bfloat16"\n',
     )
     assert [command("train", "--out", f"run{n}", plan=plan)[2] for n, plan in enumerate(followed)] == [1, 0, 0]
-    monkeypatch.setattr(cli, "inside_launcher", lambda: True)  # as where torchrun has started this process
+    monkeypatch.setattr(plans, "inside_launcher", lambda: True)  # as where torchrun has started this process
     assert command("train", "--out", "elsewhere")[2] == 0
 
 
@@ -267,7 +267,7 @@ def test_a_plan_for_a_framework_that_is_not_installed(command, monkeypatch):
     assert "run the command in an environment that has it, or: pip install 'hyper-parallel[mindspore]'" in err
     with monkeypatch.context() as other:
         other.setattr(importlib.util, "find_spec", lambda name: name)
-        cli._check_installed("mindspore")
+        plans._check_installed("mindspore")
     monkeypatch.delitem(sys.modules, "torch")
     _, err, status = command("lint")
     assert status == 1

@@ -107,9 +107,9 @@ def test_other_samples_under_the_numbers_of_a_run(tmp_path):
 def test_what_forbids_to_go_on_is_found_before_ranks_start(tmp_path, begun, monkeypatch):
     folder, other = begun / "run", tmp_path / "other"
     other.write_bytes(b"to be or not to see " * 20)
-    monkeypatch.setattr(cli, "_prepare", lambda *_: 1)
+    monkeypatch.setattr(cli, "prepare", lambda *_: 1)
     monkeypatch.setattr(cli, "_run", lambda *_: "ranks")
-    monkeypatch.setattr(cli, "_checked", lambda tables, *_, **__: ParallelPlan.from_dict(tables))
+    monkeypatch.setattr(cli, "checked", lambda tables, *_, **__: ParallelPlan.from_dict(tables))
     command = ["train", str(folder / "plan.toml"), "--out", str(folder), "--resume", "auto", "--set"]
     for value, text in (
         ("run.seed=5", "step-00000003 can't go on with its data, whose samples are numbered anew: run.seed was 0 and"),
