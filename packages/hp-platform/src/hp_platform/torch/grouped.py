@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hp_platform.devices import devices
 from hp_platform.frames import current_frame
 from hp_platform.torch.heavy import in_frame
 
@@ -123,7 +124,7 @@ class _Grouped:
         self._shape, self._owed = shape, owed
         if kernel:
             ends = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32)
-            self._ends = ends if device.type in ("cpu", "meta") else ends.to(device, non_blocking=True)
+            self._ends = ends if devices.kind_of(device) == "cpu" else ends.to(device, non_blocking=True)
 
     def output(self, input: T, weight: T, bias: T | None) -> T:
         """Multiply the rows by the matrices."""
@@ -172,6 +173,6 @@ def _takes(input: T, weight: T) -> bool:
     """Tell whether the kernel multiplies these, forward and backward."""
     if _kernel is None or input.dtype not in _KERNEL_DTYPES or input.dtype is not weight.dtype:
         return False
-    if input.device.type not in ("cpu", "cuda", "meta") or not weight.is_contiguous():
+    if devices.kind_of(input.device) not in ("cpu", "cuda") or not weight.is_contiguous():
         return False
     return not any(width * weight.element_size() % _ALIGNMENT for width in weight.shape[1:])

@@ -240,8 +240,9 @@ class _Reports:
 
     def trace(self, plan: ParallelPlan, coordinates: Mapping[str, int]) -> Trace:
         """Return the trace of a rank."""
-        mesh = plan.mesh
-        [rank] = [rank for rank in range(mesh.world_size) if mesh.coordinate(rank) == {**coordinates}]
+        mesh, rank = plan.mesh, 0
+        for axis, length in mesh.axes.items():
+            rank = rank * length + coordinates[axis]
         key = plan.to_toml(), rank % (mesh.world_size // mesh.pp)
         with self._lock:
             known = self._kept.get(key)

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hp_dtensor.torch.extend import Modules
 from hp_plan.torch.dry.compat import calling_line, running_module
+from hp_platform.torch.dry import value_observers
 from hp_platform.torch.host import host_observers
 
 T = torch.Tensor
@@ -105,6 +106,7 @@ class Ledger(TorchDispatchMode):
     def __enter__(self) -> Any:
         """Begin to read."""
         host_observers.append(self._know_on_host)
+        value_observers.append(self._assume)
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resized()
         if self._modules is not None:
@@ -115,6 +117,7 @@ class Ledger(TorchDispatchMode):
         """End."""
         super().__exit__(*error)
         host_observers.remove(self._know_on_host)
+        value_observers.remove(self._assume)
         torch.UntypedStorage.resize_ = self._resize
         if self._modules is not None:
             self._modules.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor import DTensor
@@ -32,7 +32,7 @@ def report_of(played: Played, rank: int, *, memory: bool = False) -> RankReport:
     live, peak, at = _live(step, lambda number: kinds[number] != "host")
     on_host = _live(step, lambda number: kinds[number] == "host")
     held = dict(step.start)
-    for number, by in _until(step, at):
+    for _, number, by in step.changes[: at + 1]:
         held[number] = held.get(number, 0) + by
     places = plan.mesh.coordinate(rank)
     trace = Trace(
@@ -94,11 +94,6 @@ def _live(step: Step, counts: Callable[[int], bool]) -> tuple[list[int], int, in
     return highest, most, at
 
 
-def _until(step: Step, last: int) -> Iterator[tuple[int, int]]:
-    for _, number, by in step.changes[: last + 1]:
-        yield number, by
-
-
 def _kinds(played: Played) -> dict[int, str]:
     """Return the kind of each storage of the last step."""
     ledger, step = played.ledger, played.ledger.step
@@ -130,7 +125,7 @@ def _moment(ledger: Ledger, held: Mapping[int, int], kinds: Mapping[int, str], s
         if not nbytes:
             continue
         made = ledger.storages[number]
-        kind = kinds.get(number, "temporary")
+        kind = kinds[number]
         by_kind[kind] += nbytes
         if kind == "host":
             continue
@@ -156,13 +151,13 @@ def _over_the_step(step: Step, kinds: Mapping[int, str]) -> dict[str, tuple[int,
     """Return the bytes of each kind after each operation."""
     now = Counter[str]()
     for number, nbytes in step.start.items():
-        now[kinds.get(number, "temporary")] += nbytes
+        now[kinds[number]] += nbytes
     series: dict[str, list[int]] = {kind: [] for kind in KINDS}
     changes = iter(step.changes)
     change = next(changes, None)
     for operation in range(step.operations + 1):
         while change is not None and change[0] <= operation:
-            now[kinds.get(change[1], "temporary")] += change[2]
+            now[kinds[change[1]]] += change[2]
             change = next(changes, None)
         for kind, values in series.items():
             values.append(now[kind])
