@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from dry_plans import THOROUGH, USUAL, measured, told
 
 from hp_plan import ParallelPlan, PlanError, dry_run, fit, tune
-from hp_plan.dry.stages import StagePeers, play_stages
+from hp_plan.dry.stages import Players, StagePeers
+from hp_plan.torch.dry.api import play_rank, stage_of
 from hp_plan.torch.dry.ledger import Ledger
 from hp_plan.torch.dry.playing import dry
 from hp_platform.torch.dry import dry_world
@@ -110,6 +112,17 @@ def test_tune_finds_plans_that_fit() -> None:
     assert best.plan.mesh.world_size == 2 and dry_run(best.plan).peak == pytest.approx(best.memory, rel=0.02)
 
 
+@pytest.mark.thorough
+def test_a_process_plays_plan_after_plan_as_a_new_one_does() -> None:
+    with Players() as kept:
+        for name in ("fsdp", "tp", "cp", "ep", "muon, recompute, bfloat16", "fsdp"):
+            plan = ParallelPlan.from_dict(USUAL[name])
+            place = functools.partial(stage_of, plan.mesh)
+            [after] = kept.play(play_rank, {0: (plan, 0, False, True, 1.0)}, place).values()
+            new = dry_run(plan, rank=0, kernels=True).ranks[0]
+            assert (after.trace, after.peak) == (new.trace, new.peak), name
+
+
 # ---- worlds ----
 def in_a_world() -> None:
     with pytest.raises(RuntimeError, match="can't begin in a process that has a process group"), dry_world(4, 0):
@@ -148,17 +161,24 @@ def fail(number: int, peers: StagePeers) -> None:
     peers.gather(b"", [0, 3])
 
 
+def alone(number: int, peers: StagePeers) -> list[bytes]:
+    return peers.gather(b"%d" % number, [0, 1])
+
+
 def half(rank: int) -> int:
     return rank // 2
 
 
 def test_stages_hear_each_other() -> None:
-    assert play_stages(talk, {0: (0,), 1: (1,)}, half) == {
-        0: [b"0", b"0", b"1", b"1"],
-        1: [b"0", b"0", b"1", b"1", b"to the last"],
-    }
-    with pytest.raises(LookupError, match="nothing here"):
-        play_stages(fail, {0: (0,), 1: (1,)}, half)
+    with Players() as players:
+        for _ in range(2):  # by the same processes
+            assert players.play(talk, {0: (0,), 1: (1,)}, half) == {
+                0: [b"0", b"0", b"1", b"1"],
+                1: [b"0", b"0", b"1", b"1", b"to the last"],
+            }
+        with pytest.raises(LookupError, match="nothing here"):
+            players.play(fail, {0: (0,), 1: (1,)}, half)
+        assert players.play(alone, {0: (5,)}, half) == {0: [b"5", b"5"]}
 
 
 # ---- the ledger ----

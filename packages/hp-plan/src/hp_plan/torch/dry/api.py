@@ -15,7 +15,7 @@ import torch
 from hp_moe.extend import skewed
 from hp_offload.extend import parse_size
 from hp_plan.dry.report import DryReport, RankReport
-from hp_plan.dry.stages import StagePeers, play_stages
+from hp_plan.dry.stages import Players, StagePeers
 from hp_plan.dry.trace import Trace
 from hp_plan.linting import examine
 from hp_plan.plan import ParallelPlan
@@ -85,9 +85,23 @@ def dry_run(
     """
     if ranks is not None:
         plan = spread_over(plan, ranks)
+    skewed(routes)
+    with Players(preload=_PRELOAD) as players:
+        return _play(plan, players, rank=rank, routes=routes, memory=memory, kernels=kernels)
+
+
+def _play(
+    plan: ParallelPlan,
+    players: Players,
+    *,
+    rank: int | None = None,
+    routes: float = 1.0,
+    memory: bool = False,
+    kernels: bool = False,
+) -> DryReport:
+    """Play a plan's ranks: see `dry_run`."""
     if plan.memory.budget is not None:
         raise PlanError([_BUDGET])
-    skewed(routes)
     mesh = plan.mesh
     if rank is not None and not 0 <= rank < mesh.world_size:
         raise ValueError(f"dry_run: rank {rank} is none of {mesh.world_size} ranks, 0 to {mesh.world_size - 1}")
@@ -96,7 +110,7 @@ def dry_run(
     reports: list[RankReport] = []
     for column in columns:
         stages = {stage: (plan, stage * across + column, memory, kernels, routes) for stage in range(mesh.pp)}
-        played = play_stages(play_rank, stages, functools.partial(stage_of, mesh), preload=_PRELOAD)
+        played = players.play(play_rank, stages, functools.partial(stage_of, mesh))
         reports += [played[stage] for stage in sorted(played)]
         if rank is None and len(columns) == 1 and across > 1 and any(each.uneven for each in reports):
             columns.append(across - 1)
@@ -116,7 +130,7 @@ def stage_of(mesh: MeshSection, rank: int) -> int:
 def play_rank(
     plan: ParallelPlan, rank: int, memory: bool, kernels: bool, routes: float, peers: StagePeers
 ) -> RankReport:
-    """Play a rank in this process, which has no other use.
+    """Play a rank in this process, which has no world of its own.
 
     Args:
         plan: the plan.
@@ -183,7 +197,10 @@ def fit(
     spread = plan if ranks is None else spread_over(plan, ranks)
     room = parse_size(memory) if isinstance(memory, str) else memory
     sizes = _sizes(spread) if spread.model.of_transformers else None
-    return fit_quantity(spread, lambda each: dry_run(each).peak, room, quantity=quantity, most=most, model=sizes)
+    with Players(preload=_PRELOAD) as players:
+        return fit_quantity(
+            spread, lambda each: _play(each, players).peak, room, quantity=quantity, most=most, model=sizes
+        )
 
 
 def tune(
@@ -216,14 +233,13 @@ def tune(
     tables = plan.to_dict() if isinstance(plan, ParallelPlan) else plan
     base = plan if isinstance(plan, ParallelPlan) else ParallelPlan.from_dict(plan)
     machine = Hardware.load(hardware) if isinstance(hardware, str) else hardware
-    reports = _Reports()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with Players(preload=_PRELOAD) as players, ThreadPoolExecutor(os.cpu_count()) as pool:
         return search(
             tables,
             ranks,
             model=_sizes(base),
             hardware=machine,
-            trace=reports.trace,
+            trace=_Reports(players).trace,
             free=free,
             top=top,
             refuses=lambda each: bool(examine(each, [], ranks).diagnostics),
@@ -234,7 +250,8 @@ def tune(
 class _Reports:
     """Dry runs of a search: a plan's stages are played together, and asked for one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self, players: Players) -> None:
+        self._players = players
         self._kept: dict[tuple[str, int], Future[DryReport]] = {}
         self._lock = threading.Lock()
 
@@ -249,7 +266,7 @@ class _Reports:
             mine = self._kept.setdefault(key, Future())
         if known is None:
             try:
-                mine.set_result(dry_run(plan, rank=rank, kernels=True))
+                mine.set_result(_play(plan, self._players, rank=rank, kernels=True))
             except Exception as error:  # whoever else waits for it raises it too
                 mine.set_exception(error)
         return next(each.trace for each in mine.result().ranks if each.rank == rank)
