@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from pathlib import Path
@@ -13,10 +12,11 @@ import torch
 from dry_plans import THOROUGH, USUAL, measured, told
 
 from hp_plan import ParallelPlan, PlanError, dry_run, fit, tune
-from hp_plan.dry.stages import Players, StagePeers
-from hp_plan.torch.dry.api import play_rank, stage_of
+from hp_plan.dry.stages import StagePeers, play_stages
+from hp_plan.dry.trace import Trace
 from hp_plan.torch.dry.ledger import Ledger
 from hp_plan.torch.dry.playing import dry
+from hp_plan.tuning.curves import Curve, Point
 from hp_platform.torch.dry import dry_world
 from hp_testing import device_type, run_ranks
 from hp_testing.pools.pool import close_pool
@@ -92,11 +92,15 @@ def test_skewed_routes_take_more_memory() -> None:
 
 # ---- fit and tune ----
 def test_fit_names_the_largest_and_what_comes_next() -> None:
-    plan = ParallelPlan.from_dict(USUAL["fsdp"])
-    one = dry_run(plan, rank=0).peak
-    found = fit(plan, memory=one, most=8)
-    assert found.value == 4 and found.peak == one and found.beyond is not None and found.beyond[1] > one
-    less = fit(plan, memory="300KiB", most=2)
+    plan = ParallelPlan.from_dict({**USUAL["fsdp"], "data": {"sequence_length": 32, "batch_size": 4}})
+    two = dry_run(plan, rank=0).peak
+    found = fit(plan, memory=two, most=3)
+    assert found.value == 2 and found.peak == two and found.beyond is not None and found.beyond[1] > two
+
+
+@pytest.mark.thorough
+def test_fit_names_what_would_be_enough() -> None:
+    less = fit(ParallelPlan.from_dict(USUAL["fsdp"]), memory="300KiB", most=2)
     assert less.value is None and less.excess == less.peak - 300 * 1024 and "too much" in str(less)
 
 
@@ -112,15 +116,28 @@ def test_tune_finds_plans_that_fit() -> None:
     assert best.plan.mesh.world_size == 2 and dry_run(best.plan).peak == pytest.approx(best.memory, rel=0.02)
 
 
+def sized(tables: dict[str, Any], samples: int, length: int) -> ParallelPlan:
+    """Return a plan whose micro-batches have so many samples of so many tokens."""
+    parts = tables["mesh"].get("dp_shard", 1) * tables["mesh"].get("dp_replicate", 1)
+    parts *= tables.get("pipeline", {}).get("micro_batches", 1) * tables["run"].get("accumulate", 1)
+    return ParallelPlan.from_dict(
+        {**tables, "data": {**tables["data"], "batch_size": samples * parts, "sequence_length": length}}
+    )
+
+
 @pytest.mark.thorough
-def test_a_process_plays_plan_after_plan_as_a_new_one_does() -> None:
-    with Players() as kept:
-        for name in ("fsdp", "tp", "cp", "ep", "muon, recompute, bfloat16", "fsdp"):
-            plan = ParallelPlan.from_dict(USUAL[name])
-            place = functools.partial(stage_of, plan.mesh)
-            [after] = kept.play(play_rank, {0: (plan, 0, False, True, 1.0)}, place).values()
-            new = dry_run(plan, rank=0, kernels=True).ranks[0]
-            assert (after.trace, after.peak) == (new.trace, new.peak), name
+@pytest.mark.parametrize("name", [*USUAL, *THOROUGH])
+def test_curves_of_nine_traces_lead_to_the_bytes_of_other_sizes(name: str) -> None:
+    tables = {**USUAL, **THOROUGH}[name]
+
+    def traced(point: Point) -> Trace:
+        return dry_run(sized(tables, point.micro_batch, point.length), rank=0).ranks[0].trace
+
+    points = [Point(samples, length) for samples in (2, 3, 5) for length in (16, 24, 40)]
+    curve = Curve.fit(points, [traced(point) for point in points])
+    for samples, length in ((4, 32), (6, 48), (7, 56), (8, 64)):
+        point = Point(samples, length)
+        assert curve.peak(point) == traced(point).peak, f"{samples} samples of {length} tokens"
 
 
 # ---- worlds ----
@@ -161,24 +178,17 @@ def fail(number: int, peers: StagePeers) -> None:
     peers.gather(b"", [0, 3])
 
 
-def alone(number: int, peers: StagePeers) -> list[bytes]:
-    return peers.gather(b"%d" % number, [0, 1])
-
-
 def half(rank: int) -> int:
     return rank // 2
 
 
 def test_stages_hear_each_other() -> None:
-    with Players() as players:
-        for _ in range(2):  # by the same processes
-            assert players.play(talk, {0: (0,), 1: (1,)}, half) == {
-                0: [b"0", b"0", b"1", b"1"],
-                1: [b"0", b"0", b"1", b"1", b"to the last"],
-            }
-        with pytest.raises(LookupError, match="nothing here"):
-            players.play(fail, {0: (0,), 1: (1,)}, half)
-        assert players.play(alone, {0: (5,)}, half) == {0: [b"5", b"5"]}
+    assert play_stages(talk, {0: (0,), 1: (1,)}, half) == {
+        0: [b"0", b"0", b"1", b"1"],
+        1: [b"0", b"0", b"1", b"1", b"to the last"],
+    }
+    with pytest.raises(LookupError, match="nothing here"):
+        play_stages(fail, {0: (0,), 1: (1,)}, half)
 
 
 # ---- the ledger ----
@@ -198,7 +208,8 @@ def test_the_ledger_follows_storages() -> None:
 def test_no_code_asks_whether_its_world_is_dry() -> None:
     """The port answers; what it answers for may not depend on the question."""
     packages = Path(__file__).parents[2]
-    own = ("hp_platform/torch/dry.py", "hp_plan/dry/", "hp_plan/torch/dry/", "hp_plan/__init__.py", "/commands/")
+    plays = ("hp_plan/dry/", "hp_plan/torch/dry/", "hp_plan/torch/timing/", "hp_plan/__init__.py", "/commands/")
+    own = ("hp_platform/torch/dry.py", *plays)
     asking = [
         str(path)
         for path in packages.glob("*/src/**/*.py")

@@ -68,3 +68,14 @@ def test_what_can_not_be_played_is_said_in_a_line(plan: str, capsys: pytest.Capt
     assert "h100-8" in capsys.readouterr().err
     assert command("fit", plan, "--memory", "plenty") == 1
     assert "plenty" in capsys.readouterr().err
+
+
+def test_a_probed_machine_is_one_that_plans_are_compared_with(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("probe", "--out", "own.txt") == 1
+    assert "give it a name that ends in .toml" in capsys.readouterr().err
+    assert command("probe", "--out", "own.toml", "--ranks", "2") == 0
+    assert "own.toml is written" in capsys.readouterr().out
+    assert command("dryrun", plan, "--hardware", "own.toml") == 0
+    assert "has for a plan" in capsys.readouterr().out
+    assert command("dryrun", plan, "--hardware", "h100") == 1
+    assert "did you mean 'h100-8'" in capsys.readouterr().err

@@ -33,6 +33,7 @@ from hp_plan.sections import (
     ScheduleSection,
     ValidationSection,
 )
+from hp_plan.tuning.hardware import Hardware
 from hp_platform.extend import lazy_exports
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "DryReport",
     "ExpertsSection",
     "FsdpSection",
+    "Hardware",
     "MemorySection",
     "MeshSection",
     "MetricsSection",
@@ -68,13 +70,14 @@ __all__ = [
     "dry_run",
     "fit",
     "lint",
+    "probe",
     "tune",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from hp_plan.torch.build import build_model, build_optimizer, build_parallel_model, build_schedule
-    from hp_plan.torch.dry.api import dry_run, fit, tune
+    from hp_plan.torch.dry.api import dry_run, fit, probe, tune
     from hp_plan.torch.verify import verify
 
 __getattr__, __dir__ = lazy_exports(
@@ -86,6 +89,7 @@ __getattr__, __dir__ = lazy_exports(
         "build_schedule": "build",
         "dry_run": "dry.api",
         "fit": "dry.api",
+        "probe": "dry.api",
         "tune": "dry.api",
         "verify": "verify",
     },

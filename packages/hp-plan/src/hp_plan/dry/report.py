@@ -109,11 +109,15 @@ class DryReport:
         mesh: the plan's, for people, such as "dp_shard 32 x tp 8 x pp 4".
         world_size: number of ranks.
         ranks: those that were played.
+        machine: the name of one that was asked for; "" without.
+        room: bytes of its device for a plan, None without.
     """
 
     mesh: str
     world_size: int
     ranks: tuple[RankReport, ...]
+    machine: str = ""
+    room: int | None = None
 
     @property
     def peak(self) -> int:
@@ -138,6 +142,10 @@ class DryReport:
         rows = [[str(each.rank), _short(each.peak.live)] + [_short(each.peak.by_kind.get(kind, 0)) for kind in KINDS]
                 for each in self.ranks]  # fmt: skip
         lines += _table(("rank", "peak", *(_HEADS.get(kind, kind) for kind in KINDS)), rows)
+        if self.room is not None:
+            left = self.room - self.peak
+            says = f"{size(left)} are left" if left >= 0 else f"{size(-left)} too much"
+            lines += ["", f"{size(self.peak)} of {size(self.room)} that {self.machine} has for a plan: {says}"]
         fullest = max(self.ranks, key=lambda each: each.peak.live)
         place = ", ".join(f"{axis} {number}" for axis, number in fullest.coordinates.items())
         lines += ["", f"rank {fullest.rank} ({place}) holds most in {fullest.peak.phase}:"]

@@ -17,8 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, Self
+from typing import Any
 
 Place = Callable[[int], int]
 """Returns the stage of a rank."""
@@ -97,86 +96,39 @@ class _Exchange:
             self.connections[way[1]].send(self.messages[way].popleft())
 
 
-class Players:
-    """Processes that play stages, kept from one plan to the next, since a new one imports and plans everything anew.
-
-    Example:
-        >>> with Players() as players:
-        ...     results = players.play(task, {0: (plan, 0), 1: (plan, 8)}, stage_of)
+def play_stages(
+    task: Callable[..., Any], arguments: Mapping[int, Sequence[Any]], place: Place, *, preload: Sequence[str] = ()
+) -> dict[int, Any]:
+    """Run a task for each stage in a process of its own, and return their results by stage.
 
     Args:
-        preload: modules that are imported once for all of them.
+        task: called as `task(*arguments, peers)`; a function of a module.
+        arguments: of each stage.
+        place: of a rank; a function of a module, or an object whose class is one's.
+        preload: modules that are imported once for all processes.
+
+    Raises:
+        RuntimeError: a stage failed; it has the stage's traceback.
     """
-
-    def __init__(self, *, preload: Sequence[str] = ()) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(preload))
-        self._idle: list[_Player] = []
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End the processes."""
-        self._end(self._idle)
-        self._idle = []
-
-    def play(self, task: Callable[..., Any], arguments: Mapping[int, Sequence[Any]], place: Place) -> dict[int, Any]:
-        """Run a task for each stage in a process of its own, and return their results by stage.
-
-        Threads may call this at the same time.
-
-        Args:
-            task: called as `task(*arguments, peers)`; a function of a module.
-            arguments: of each stage.
-            place: of a rank; a function of a module, or an object whose class is one's.
-
-        Raises:
-            RuntimeError: a stage failed; it has the stage's traceback.
-        """
-        with self._lock:
-            taken = [self._idle.pop() for _ in range(min(len(arguments), len(self._idle)))]
-        try:
-            taken += [self._start() for _ in range(len(arguments) - len(taken))]
-            connections = dict(zip(arguments, (each.connection for each in taken), strict=True))
-            for stage, connection in connections.items():
-                connection.send((task, tuple(arguments[stage]), place, stage))
-            results = _connect(connections)
-        except BaseException:
-            self._end(taken)  # some of them wait for a stage that failed
-            raise
-        with self._lock:
-            self._idle += taken
-        return results
-
-    def _start(self) -> _Player:
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(there,), daemon=True)
-        with _without_main():
-            process.start()
-        there.close()
-        return _Player(process, here)
-
-    @staticmethod
-    def _end(players: Sequence[_Player]) -> None:
-        for player in players:
-            player.process.terminate()
-            player.process.join()
-            player.connection.close()
-
-
-@dataclass(frozen=True)
-class _Player:
-    """A process that plays stages.
-
-    Attributes:
-        process: it.
-        connection: to it.
-    """
-
-    process: BaseProcess
-    connection: Connection
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    here: dict[int, Connection] = {}
+    processes = []
+    try:
+        for stage, own in arguments.items():
+            here[stage], there = context.Pipe()
+            process = context.Process(target=_run, args=(task, tuple(own), there, place, stage), daemon=True)
+            with _without_main():
+                process.start()
+            there.close()
+            processes.append(process)
+        return _connect(here)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+        for connection in here.values():
+            connection.close()
 
 
 _hiding = threading.Lock()
@@ -213,16 +165,6 @@ def _connect(connections: Mapping[int, Connection]) -> dict[int, Any]:
             else:
                 exchange.take(stage, request)
     return results
-
-
-def _serve(connection: Connection) -> None:
-    """Play one stage after another, until nobody asks for more."""
-    while True:
-        try:
-            task, arguments, place, own = connection.recv()
-        except EOFError:
-            return
-        _run(task, arguments, connection, place, own)
 
 
 def _run(task: Callable[..., Any], arguments: tuple[Any, ...], connection: Connection, place: Place, own: int) -> None:

@@ -68,6 +68,8 @@ class Hardware:
         launch: seconds from one kernel's end to the next one's begin.
         host: seconds that the host takes to issue an operation.
         levels: of the network, innermost first.
+        asynchronous: kernels run while the host issues the next ones; False on a CPU, which does both in turn.
+        device: the maker's name of the device that `probe` measured; "" of published figures.
 
     Raises:
         ValueError: a number that is not positive, no level, or a level that is faster or smaller than one inside it.
@@ -81,6 +83,8 @@ class Hardware:
     launch: float
     host: float
     levels: tuple[Level, ...] = field(default=())
+    asynchronous: bool = True
+    device: str = ""
 
     def __post_init__(self) -> None:
         rates = {"memory": self.memory, "bandwidth": self.bandwidth, **{f"flops.{k}": v for k, v in self.flops.items()}}
@@ -100,6 +104,13 @@ class Hardware:
                     f"Hardware {self.name}: the level {outer.name} joins a multiple of the {inner.ranks} ranks of"
                     f" {inner.name}, at no more bandwidth and no less latency; got {outer} around {inner}."
                 )
+
+    @property
+    def described(self) -> str:
+        """Its rates for people, such as "cpu: float32 50 Gflop/s, memory 10 GB/s, host 2 GB/s"."""
+        rates = [f"{name} {rate / 1e9:.3g} Gflop/s" for name, rate in self.flops.items()]
+        levels = [f"{each.name} {each.bandwidth / 1e9:.3g} GB/s" for each in self.levels]
+        return f"{self.name}: {', '.join([*rates, f'memory {self.bandwidth / 1e9:.3g} GB/s', *levels])}"
 
     @property
     def room(self) -> int:
@@ -135,7 +146,8 @@ class Hardware:
     @classmethod
     def _read(cls, table: dict[str, Any]) -> Hardware:
         levels = tuple(Level(**{"ranks": None, **level}) for level in table.pop("levels"))
-        sizes = {key: parse_size(table.pop(key)) for key in ("memory", "overhead")}
+        sizes = {key: 0 if table[key] == 0 else parse_size(table[key]) for key in ("memory", "overhead")}
+        table = {key: value for key, value in table.items() if key not in sizes}
         return cls(**sizes, **table, levels=levels)
 
     def write(self, path: str | PathLike[str]) -> None:
@@ -147,7 +159,7 @@ class Hardware:
             {key: value for key, value in level.items() if value is not None} for level in table.pop("levels")
         ]
         for key in ("memory", "overhead"):
-            table[key] = f"{table[key]} B"
+            table[key] = f"{table[key]} B" if table[key] else 0
         Path(path).write_text(tomli_w.dumps(table), encoding="utf-8")
 
     def rate(self, dtype: str) -> float:

@@ -8,6 +8,9 @@ a rank, micro-batches of 2 and 3 samples, one micro-batch and two, `dp_shard` of
 plans of the kind, and a trace of 5 blocks (and 4 stages) checks them. Micro-batches of one sample, which have some
 operations of their own, and ranks of fewer blocks are read off the same curves.
 
+The best of these are played whole, each with its own sizes, so that their bytes are exact, and their kernels' seconds
+can be those that were measured.
+
 Kinds are visited in the order of a bound: no plan is faster than its blocks would be with nothing computed again,
 nothing gathered twice, and all gathers hidden, which the kind without stages, recompute and reshard has counted. Those
 whose bound is above the best plans' seconds are not traced.
@@ -15,7 +18,7 @@ whose bound is above the best plans' seconds are not traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,6 +37,8 @@ Tracer = Callable[[ParallelPlan, Mapping[str, int]], Trace]
 """Plays one rank of a plan: from the plan and the rank's place on each axis to its trace."""
 
 
+_MORE = 4
+"""Plans beyond those that are asked for which are played whole: their order may be another then."""
 _TALLIES = 0.01
 """By which part counts of a larger trace may be missed: they give seconds, which are counted by rates."""
 
@@ -70,7 +75,7 @@ class Role:
 
 
 Curves = MutableMapping[tuple[Any, ...], tuple[Role, ...]]
-"""Kinds that were traced. One mapping is for one base plan, one model and one table of measured kernels."""
+"""Kinds that were traced. One mapping is for one base plan and one model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +145,10 @@ def tune(
     trace: Tracer,
     free: Collection[str] = (),
     top: int = 10,
-    kernels: Mapping[str, float] | None = None,
     curves: Curves | None = None,
     refuses: Callable[[ParallelPlan], bool] | None = None,
+    whole: Callable[[ParallelPlan], Sequence[Trace]] | None = None,
+    kernels: Callable[[Collection[str]], Mapping[str, float]] | None = None,
     measure: Callable[[ParallelPlan], float] | None = None,
     measured: int = 5,
     play: Callable[..., Iterable[Trace]] = map,
@@ -160,9 +166,11 @@ def tune(
         trace: plays a rank.
         free: keys or sections that are chosen although `tables` gives them.
         top: how many plans to find.
-        kernels: measured seconds of kernels: see `count_work`.
         curves: kinds that were traced before; those that are traced are added.
         refuses: is asked for the best plans; one of which it says True is left out, as for what `lint` finds.
+        whole: plays each distinct rank of one of the best plans, of which some more than `top` are played; one that
+            then does not fit is left out. None takes what the curves say.
+        kernels: measures kernels of the plans that are played whole: from their keys to seconds, see `count_work`.
         measure: runs real steps of a plan and returns the seconds of one.
         measured: of how many of the best plans; the fastest of these come first then.
         play: calls `trace` for each of two lists of arguments: `map`, or that of a pool of processes.
@@ -174,11 +182,16 @@ def tune(
     space = enumerate_plans(tables, ranks, model, hardware, free=free)
     if not len(space):
         raise NothingFits(f"none of {space.searched} plans of {ranks} ranks is legal: {_counted(space.fell_out)}.")
-    search = _Search(space, hardware, trace, kernels, {} if curves is None else curves, play)
-    fell_out, best = search.best(top, refuses)
+    search = _Search(space, hardware, trace, {} if curves is None else curves, play)
+    fell_out, best = search.best(top if whole is None else top + _MORE, refuses)
     if not best:
         raise NothingFits(search.shortage(fell_out))
-    found = tuple(search.candidate(index) for index in best)
+    if whole is None:
+        found = tuple(search.candidate(index) for index in best)
+    else:
+        found = tuple(search.played(best, whole, kernels, fell_out)[:top])
+        if not found:
+            raise NothingFits(search.shortage(fell_out))
     if measure is not None:
         run = [replace(each, measured=measure(each.plan)) for each in found[:measured]]
         found = (*sorted(run, key=lambda each: each.measured or 0.0), *found[measured:])
@@ -201,11 +214,10 @@ class _Search:
         space: Space,
         hardware: Hardware,
         trace: Tracer,
-        kernels: Mapping[str, float] | None,
         curves: Curves,
         play: Callable[..., Iterable[Trace]],
     ) -> None:
-        self.space, self.hardware, self.trace, self.kernels, self.play = space, hardware, trace, kernels, play
+        self.space, self.hardware, self.trace, self.play = space, hardware, trace, play
         self.curves, self.traced = curves, 0
         self.dtype = _dtype(space.base)
         columns = space.columns
@@ -267,11 +279,47 @@ class _Search:
         needs = f"{size(self.memory[index])} of {size(self.hardware.room)}, {size(excess)} too much"
         return f"{message} The one that needs least, {plan.mesh.described}, takes {needs}: give more ranks or memory."
 
-    def candidate(self, index: int) -> Candidate:
-        """Describe a plan."""
+    def played(
+        self,
+        indices: Sequence[int],
+        whole: Callable[[ParallelPlan], Sequence[Trace]],
+        kernels: Callable[[Collection[str]], Mapping[str, float]] | None,
+        fell_out: dict[str, int],
+    ) -> list[Candidate]:
+        """Play plans whole, and return those that fit, the fastest first."""
+        found: list[tuple[float, int, int, Candidate]] = []
+        seconds: dict[str, float] = {}
+        asked: set[str] = set()
+        for index in indices:
+            traces = whole(self.space.plan(index))
+            self.traced += len(traces)
+            memory = max(each.peak for each in traces)
+            self.memory[index] = memory
+            if memory > self.hardware.room:
+                fell_out["memory"] = fell_out.get("memory", 0) + 1
+                continue
+            if kernels is not None:
+                new = {key for each in traces for key in each.kernels} - asked
+                asked |= new
+                seconds |= kernels(sorted(new))
+            kind, members, priced = self._kind(index), np.array([index]), None
+            for each in traces:
+                own = self._price(kind, members, count_work(each, seconds))
+                priced = own if priced is None else priced.slower(own)
+            assert priced is not None, "a plan has a rank"
+            candidate = self.candidate(index, memory, priced.one())
+            found.append((float(_rounded(candidate.seconds.total)), memory, index, candidate))
+        return [candidate for *_, candidate in sorted(found, key=lambda each: each[:3])]
+
+    def _kind(self, index: int) -> Kind:
+        return next(kind for kind, members in self.members.items() if index in members)
+
+    def candidate(self, index: int, memory: int | None = None, seconds: Seconds | None = None) -> Candidate:
+        """Describe a plan, by its curves or what else is known of it."""
         row, plan = self.space.row(index), self.space.plan(index)
-        kind = next(kind for kind, members in self.members.items() if index in members)
-        seconds = self._evaluate(kind, np.array([index]))[1].one()
+        if memory is None or seconds is None:
+            memory = int(self.memory[index])
+            seconds = self._evaluate(self._kind(index), np.array([index]))[1].one()
         binds = max(seconds.parts, key=lambda part: seconds.parts[part])
         micros = row["micro_batches"]
         samples = self.space.batch // (row["dp_replicate"] * row["dp_shard"] * micros)
@@ -282,10 +330,10 @@ class _Search:
             *([SCHEDULES[row["schedule"]]] if row["schedule"] else []),
             *(["blocks are computed again"] if row["recompute"] else []),
             *([] if row["reshard"] else ["gathered weights stay for backward"]),
-            f"{size(self.memory[index])} of {size(self.hardware.room)}",
+            f"{size(memory)} of {size(self.hardware.room)}",
             f"{seconds.total:.3g} s: {', '.join(shares)}",
         ]
-        return Candidate(plan, int(self.memory[index]), seconds, None, binds, "; ".join(what))
+        return Candidate(plan, memory, seconds, None, binds, "; ".join(what))
 
     # ---- plans of a kind ----
     def _point(self, members: NDArray[np.int64]) -> Point:
@@ -395,9 +443,9 @@ class _Search:
             )
             for several, curves in groups.items()
         }
-        tally = Tally.fit(points, [count_work(each, self.kernels) for each in traces])
+        tally = Tally.fit(points, [count_work(each) for each in traces])
         growths[check.micro_batches > 1].check(check, checked)
-        tally.check(check, count_work(checked, self.kernels), tolerance=_TALLIES)
+        tally.check(check, count_work(checked), tolerance=_TALLIES)
         return Role(tuple(growths[several] for several in sorted(growths)), tally)
 
 

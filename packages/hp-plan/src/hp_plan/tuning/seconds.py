@@ -3,6 +3,7 @@
 Note [Seconds of a step]
 Kernels take their measured seconds where there are any, and else what bounds them: operations over their rate for
 matrix products and attention, the bytes of their tensors over the memory's bandwidth for all others, and the launch.
+The host issues operations beside that, and the longer of the two counts; on a CPU it does both in turn.
 Messages of data parallel groups travel beside compute, so that only what is longer than all compute is exposed; those
 of tp, cp, ep and pp are waited for. Stages wait for each other: the bubble is a share of pp - 1 micro-batches, which
 the schedule decides.
@@ -253,7 +254,8 @@ def price(
 
     rate = hardware.rate(dtype)
     device = of("flops") / rate + of("moved") / hardware.bandwidth + of("kernels") * hardware.launch + of("measured")
-    compute = np.maximum(device, of("operations") * hardware.host)
+    issued = of("operations") * hardware.host
+    compute = np.maximum(device, issued) if hardware.asynchronous else device + issued
     moved, launched = of("moved", "optimizer"), of("kernels", "optimizer")
     optimizer = moved / hardware.bandwidth + launched * hardware.launch + of("measured", "optimizer")
     strides = strides_of(mesh)

@@ -76,6 +76,7 @@ app.command()(proposing.init)
 app.command()(planning.dryrun)
 app.command(name="fit")(planning.fit_plan)
 app.command(name="tune")(planning.tune_plan)
+app.command(name="probe")(planning.probe_machine)
 
 
 @app.callback()

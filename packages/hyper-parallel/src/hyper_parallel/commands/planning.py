@@ -36,12 +36,23 @@ def _advised() -> Iterator[None]:
         raise SettingError(str(error)) from error
 
 
+Hardware = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="The machine: h100-8, a100-8, 910b-8, cm384, cpu or a file of `probe`.",
+        show_default=False,
+    ),
+]
+
+
 def dryrun(
     plan: PlanFile,
     ranks: Ranks = None,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Play this rank, and the stages of its column.", show_default=False)
     ] = None,
+    hardware: Hardware = None,
     routes: Annotated[
         float, typer.Option(min=1, max=2, help="Tokens of the first expert over the mean: 1 is balanced.")
     ] = 1.0,
@@ -57,7 +68,12 @@ def dryrun(
         tables = read_tables(plan, assignments)
         set_environment(tables, plan)
         report = hp_plan.dry_run(
-            checked_anywhere(tables), ranks=ranks, rank=rank, routes=routes, memory=picture is not None
+            checked_anywhere(tables),
+            ranks=ranks,
+            rank=rank,
+            hardware=hardware,
+            routes=routes,
+            memory=picture is not None,
         )
         if picture is not None:
             draw_memory(max(report.ranks, key=lambda each: each.peak.live), picture)
@@ -102,30 +118,58 @@ def fit_plan(
 def tune_plan(
     plan: PlanFile,
     ranks: Annotated[int, typer.Option(min=1, help="How many.", show_default=False)],
-    hardware: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="The machine: h100-8, a100-8, 910b-8, cm384, cpu or a TOML file.")
-    ] = "h100-8",
+    hardware: Hardware = None,
     free: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY", help="Chosen although the plan gives it; repeatable. mesh is.", show_default=False),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many plans to list.")] = 10,
+    symbolic: Annotated[
+        bool, typer.Option("--symbolic", help="By curves and the machine's table alone: no plan is played whole.")
+    ] = False,
+    measure: Annotated[int, typer.Option(min=0, help="Run so many of the best plans here, five steps each.")] = 0,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the best plan here.", show_default=False)
     ] = None,
     assignments: Set = None,
     json_lines: Json = False,
 ) -> None:
-    """Find the fastest plans that fit a machine: mesh, micro-batches, recompute, reshard and schedule are chosen."""
+    """Find the fastest plans that fit a machine: mesh, micro-batches, recompute, reshard and schedule are chosen.
+
+    Without --hardware the machine is this one, which is measured first, as are the kernels of the best plans.
+    """
     with user_errors(), _advised():
         tables = read_tables(plan, assignments)
         set_environment(tables, plan)
         checked_anywhere(tables)
-        found = hp_plan.tune(tables, ranks=ranks, hardware=hardware, free=("mesh", *(free or ())), top=top)
+        found = hp_plan.tune(
+            tables,
+            ranks=ranks,
+            hardware=hardware,
+            free=("mesh", *(free or ())),
+            top=top,
+            symbolic=symbolic,
+            measure=measure,
+        )
         typer.echo(json.dumps(_numbers(found)) if json_lines else tuned_text(found))
         if out is not None:
             best = found.candidates[0]
             replace_text(out, f"# {best.why}\n# {best.seconds.total:.3g} s a step, by rates\n{best.plan.to_toml()}")
+
+
+def probe_machine(
+    out: Annotated[Path, typer.Option(metavar="FILE.toml", help="Write the table here.", show_default=False)],
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="How many; by default one for each device, or core, of this machine.")
+    ] = None,
+) -> None:
+    """Measure this machine for `tune` and `dryrun`: products, memory, issue of operations, and its ranks' network."""
+    with user_errors(), _advised():
+        if out.suffix != ".toml":
+            raise SettingError(f"{out} is to be a table of TOML; give it a name that ends in .toml")
+        measured = hp_plan.probe(ranks)
+        measured.write(out)
+        typer.echo(f"{out} is written: {measured.described}; next: hyper-parallel tune PLAN --ranks N --hardware {out}")
 
 
 def _numbers(found: Tuned) -> dict[str, Any]:
@@ -138,6 +182,7 @@ def _numbers(found: Tuned) -> dict[str, Any]:
                 "mesh": each.plan.mesh.axes,
                 "memory": each.memory,
                 "seconds": dataclasses.asdict(each.seconds),
+                "measured": each.measured,
                 "binds": each.binds,
                 "why": each.why,
             }

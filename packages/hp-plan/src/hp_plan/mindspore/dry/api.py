@@ -35,3 +35,12 @@ def tune(plan: Any, **options: Any) -> NoReturn:
         NotImplementedError: always.
     """
     raise NotImplementedError(_TORCH_ONLY.format("tune"))
+
+
+def probe(ranks: Any = None) -> NoReturn:
+    """Refuse, as `dry_run`.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(_TORCH_ONLY.format("probe"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import threading
 from collections.abc import Collection, Mapping
@@ -15,7 +16,7 @@ import torch
 from hp_moe.extend import skewed
 from hp_offload.extend import parse_size
 from hp_plan.dry.report import DryReport, RankReport
-from hp_plan.dry.stages import Players, StagePeers
+from hp_plan.dry.stages import StagePeers, play_stages
 from hp_plan.dry.trace import Trace
 from hp_plan.linting import examine
 from hp_plan.plan import ParallelPlan
@@ -25,12 +26,16 @@ from hp_plan.sections import MeshSection
 from hp_plan.torch.build import build_empty
 from hp_plan.torch.dry.playing import dry
 from hp_plan.torch.dry.reading import report_of
+from hp_plan.torch.timing.kernels import time_kernels
+from hp_plan.torch.timing.probing import probe
+from hp_plan.torch.timing.ranks import check_devices, on_ranks, ranks_here, threads_of, time_steps
 from hp_plan.tuning.fitting import Fit, Quantity
 from hp_plan.tuning.fitting import fit as fit_quantity
 from hp_plan.tuning.hardware import Hardware
 from hp_plan.tuning.search import Tuned
 from hp_plan.tuning.search import tune as search
 from hp_plan.tuning.space import ModelSizes
+from hp_platform import get_platform
 
 _PRELOAD = (
     "hp_plan.torch.dry.api",
@@ -40,6 +45,7 @@ _PRELOAD = (
     "transformers.integrations.moe",
 )
 """Imported once for all ranks that are played; what is not installed is left out."""
+_MEASURED = 5  # steps of a plan that is run for real
 _BUDGET = Diagnostic(
     "memory.budget",
     "what is swapped and computed again to keep to it depends on measured seconds, of which a dry run has none",
@@ -52,6 +58,7 @@ def dry_run(
     *,
     ranks: int | None = None,
     rank: int | None = None,
+    hardware: Hardware | str | None = None,
     routes: float = 1.0,
     memory: bool = False,
     kernels: bool = False,
@@ -73,6 +80,8 @@ def dry_run(
             leave. None is the plan's own number.
         rank: play this rank alone, with pp its column of stages. None is each distinct place: the first rank of every
             stage, and where shards are uneven the last one too, between which the others lie.
+        hardware: a machine, or the name or file of one, see `Hardware.load`: the report says whether its ranks have
+            room for the peak.
         routes: the tokens of each layer's first expert over the mean, from 1 (balanced) to 2; they fall evenly to the
             last.
         memory: with the bytes of each kind at each operation, for a picture.
@@ -86,13 +95,13 @@ def dry_run(
     if ranks is not None:
         plan = spread_over(plan, ranks)
     skewed(routes)
-    with Players(preload=_PRELOAD) as players:
-        return _play(plan, players, rank=rank, routes=routes, memory=memory, kernels=kernels)
+    machine = Hardware.load(hardware) if isinstance(hardware, str) else hardware
+    report = _play(plan, rank=rank, routes=routes, memory=memory, kernels=kernels)
+    return report if machine is None else replace(report, machine=machine.name, room=machine.room)
 
 
 def _play(
     plan: ParallelPlan,
-    players: Players,
     *,
     rank: int | None = None,
     routes: float = 1.0,
@@ -110,7 +119,7 @@ def _play(
     reports: list[RankReport] = []
     for column in columns:
         stages = {stage: (plan, stage * across + column, memory, kernels, routes) for stage in range(mesh.pp)}
-        played = players.play(play_rank, stages, functools.partial(stage_of, mesh))
+        played = play_stages(play_rank, stages, functools.partial(stage_of, mesh), preload=_PRELOAD)
         reports += [played[stage] for stage in sorted(played)]
         if rank is None and len(columns) == 1 and across > 1 and any(each.uneven for each in reports):
             columns.append(across - 1)
@@ -130,7 +139,7 @@ def stage_of(mesh: MeshSection, rank: int) -> int:
 def play_rank(
     plan: ParallelPlan, rank: int, memory: bool, kernels: bool, routes: float, peers: StagePeers
 ) -> RankReport:
-    """Play a rank in this process, which has no world of its own.
+    """Play a rank in this process, which has no other use.
 
     Args:
         plan: the plan.
@@ -141,6 +150,7 @@ def play_rank(
         peers: what other stages say.
     """
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not searched each time that the collector runs
     with dry(plan, rank, peers=peers, routes=skewed(routes), modules=True, kernels=kernels) as played:
         return report_of(played, rank, memory=memory)
 
@@ -197,24 +207,24 @@ def fit(
     spread = plan if ranks is None else spread_over(plan, ranks)
     room = parse_size(memory) if isinstance(memory, str) else memory
     sizes = _sizes(spread) if spread.model.of_transformers else None
-    with Players(preload=_PRELOAD) as players:
-        return fit_quantity(
-            spread, lambda each: _play(each, players).peak, room, quantity=quantity, most=most, model=sizes
-        )
+    return fit_quantity(spread, lambda each: _play(each).peak, room, quantity=quantity, most=most, model=sizes)
 
 
 def tune(
     plan: ParallelPlan | Mapping[str, Any],
     *,
     ranks: int,
-    hardware: Hardware | str,
+    hardware: Hardware | str | None = None,
     free: Collection[str] = ("mesh",),
     top: int = 10,
+    symbolic: bool = False,
+    measure: int = 0,
 ) -> Tuned:
-    """Find the fastest plans of a number of ranks that fit a machine, by dry runs of a few and a table of the machine.
+    """Find the fastest plans of a number of ranks that fit a machine.
 
-    Memory is that of the dry run, extended to other sizes. Seconds are counted from operations, bytes and messages and
-    the machine's rates: they rank plans, and are no promise.
+    Traces of a few small plans lead to the memory and the work of all; the best by the machine's rates are then played
+    whole, which makes their bytes exact. Where the machine is this one, their kernels are timed, each alone, and as
+    many of them as asked for are run for real. Seconds that are not measured rank plans, and are no promise.
 
     Example:
         >>> best = tune(ParallelPlan.from_toml("plan.toml"), ranks=1024, hardware="h100-8").candidates[0]
@@ -222,27 +232,46 @@ def tune(
     Args:
         plan: what is not to be chosen; or the tables of a plan's file, of which only what they name is kept.
         ranks: their number.
-        hardware: a machine, or the name or file of one, see `Hardware.load`.
+        hardware: a machine, or the name or file of one, see `Hardware.load`. None is this one, which is measured first
+            (see `probe`).
         free: keys or sections that are chosen although the plan gives them.
         top: how many plans to find.
+        symbolic: take what curves and the machine's table say, and play no plan whole.
+        measure: how many of the best plans to run for real, some steps each. This machine needs as many devices as
+            there are ranks.
 
     Raises:
         PlanError: as `dry_run`.
         NothingFits: no plan is legal, or none fits; it says by which reasons.
+        ValueError: plans are to be measured on a machine that is not this one, or has too few devices.
     """
     tables = plan.to_dict() if isinstance(plan, ParallelPlan) else plan
     base = plan if isinstance(plan, ParallelPlan) else ParallelPlan.from_dict(plan)
-    machine = Hardware.load(hardware) if isinstance(hardware, str) else hardware
-    with Players(preload=_PRELOAD) as players, ThreadPoolExecutor(os.cpu_count()) as pool:
+    machine = probe() if hardware is None else hardware
+    machine = Hardware.load(machine) if isinstance(machine, str) else machine
+    here = machine.device == get_platform().devices.name()
+    if measure:
+        if symbolic or not here:
+            raise ValueError(
+                f"tune: plans can't be measured on {machine.name}, for this machine is not it, or with symbolic=True:"
+                " leave hardware out, or give a table that `probe` has written here"
+            )
+        check_devices(ranks)
+    timed, threads = here and not symbolic, threads_of(ranks_here(ranks))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         return search(
             tables,
             ranks,
             model=_sizes(base),
             hardware=machine,
-            trace=_Reports(players).trace,
+            trace=_Reports().trace,
             free=free,
             top=top,
             refuses=lambda each: bool(examine(each, [], ranks).diagnostics),
+            whole=None if symbolic else lambda each: [rank.trace for rank in _play(each, kernels=True).ranks],
+            kernels=(lambda keys: on_ranks(time_kernels, 1, keys, threads)[0]) if timed else None,
+            measure=(lambda each: time_steps(each, _MEASURED).clock) if measure else None,
+            measured=measure,
             play=pool.map,
         )
 
@@ -250,8 +279,7 @@ def tune(
 class _Reports:
     """Dry runs of a search: a plan's stages are played together, and asked for one by one."""
 
-    def __init__(self, players: Players) -> None:
-        self._players = players
+    def __init__(self) -> None:
         self._kept: dict[tuple[str, int], Future[DryReport]] = {}
         self._lock = threading.Lock()
 
@@ -266,7 +294,7 @@ class _Reports:
             mine = self._kept.setdefault(key, Future())
         if known is None:
             try:
-                mine.set_result(_play(plan, self._players, rank=rank, kernels=True))
+                mine.set_result(_play(plan, rank=rank, kernels=True))
             except Exception as error:  # whoever else waits for it raises it too
                 mine.set_exception(error)
         return next(each.trace for each in mine.result().ranks if each.rank == rank)

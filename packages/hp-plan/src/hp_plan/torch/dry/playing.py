@@ -26,8 +26,45 @@ from hp_platform.torch.dry import Peers, dry_world
 T = torch.Tensor
 
 
-class Played:
-    """A plan's model and optimizer on this rank, and what is read of their steps.
+class Training:
+    """A plan's model and optimizer on this rank, and its steps.
+
+    Args:
+        plan: the plan.
+        device: of the model; meta in a dry world.
+
+    Attributes:
+        tokens: this rank's samples, zeros.
+    """
+
+    def __init__(self, plan: ParallelPlan, device: torch.device) -> None:
+        self.plan = plan
+
+        def build(each: ParallelPlan) -> Any:
+            return apply(build_model(each, device=device), each)
+
+        self.model = build(plan)
+        self.objective = build_objective(plan, build)
+        self.optimizer = build_optimizer(plan, self.model.named_parameters())
+        rows = data_parallel_rows(plan)
+        length = plan.data.sequence_length
+        self.tokens = torch.zeros(rows.stop - rows.start, length, dtype=torch.int64, device=device)
+
+    def step(self) -> None:
+        """Take a training step, as a trainer does."""
+        self.optimizer.zero_grad()
+        loss = backward_loss(self.plan, self.model, self.tokens, objective=self.objective)
+        norm = clip_gradients(self.model, self.plan.run.grad_clip)
+        self.before_update()
+        self.optimizer.step()
+        del loss, norm
+
+    def before_update(self) -> None:
+        """Note that all gradients are there."""
+
+
+class Played(Training):
+    """A plan's training on this rank, and what a ledger reads of its steps.
 
     Args:
         plan: the plan.
@@ -39,18 +76,9 @@ class Played:
     """
 
     def __init__(self, plan: ParallelPlan, ledger: Ledger, device: torch.device) -> None:
-        self.plan, self.ledger = plan, ledger
-
-        def build(each: ParallelPlan) -> Any:
-            return apply(build_model(each, device=device), each)
-
+        self.ledger = ledger
         with ledger.knowing_host():
-            self.model = build(plan)
-            self.objective = build_objective(plan, build)
-            self.optimizer = build_optimizer(plan, self.model.named_parameters())
-        rows = data_parallel_rows(plan)
-        length = plan.data.sequence_length
-        self.tokens = torch.zeros(rows.stop - rows.start, length, dtype=torch.int64, device=device)
+            super().__init__(plan, device)
         self.collectives: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
         ledger.know([*self.model.parameters(), *self.model.buffers()])
 
@@ -61,14 +89,13 @@ class Played:
         try:
             with self.ledger as ledger:
                 ledger.begin("forward")
-                self.optimizer.zero_grad()
-                loss = backward_loss(self.plan, self.model, self.tokens, objective=self.objective)
-                norm = clip_gradients(self.model, self.plan.run.grad_clip)
-                ledger.begin("optimizer")
-                self.optimizer.step()
-                del loss, norm
+                super().step()
         finally:
             observers.remove(self._observe)
+
+    def before_update(self) -> None:
+        """Begin the optimizer's phase."""
+        self.ledger.begin("optimizer")
 
     def _observe(self, kind: str, size: int, group: Any) -> None:
         self.collectives[kind, size, tuple(get_platform().groups.get_process_group_ranks(group))] += 1

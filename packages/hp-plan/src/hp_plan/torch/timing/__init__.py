@@ -1,0 +1,1 @@
+"""Seconds of kernels and of this machine."""
