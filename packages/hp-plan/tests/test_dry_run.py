@@ -15,6 +15,7 @@ from hp_plan import ParallelPlan, PlanError, dry_run, fit, tune
 from hp_plan.dry.stages import StagePeers, play_stages
 from hp_plan.dry.trace import Trace
 from hp_plan.torch.dry.ledger import Ledger
+from hp_plan.torch.dry.likeness import Results
 from hp_plan.torch.dry.playing import dry
 from hp_plan.tuning.curves import Curve, Point
 from hp_platform.torch.dry import dry_world
@@ -138,6 +139,42 @@ def test_curves_of_nine_traces_lead_to_the_bytes_of_other_sizes(name: str) -> No
     for samples, length in ((4, 32), (6, 48), (7, 56), (8, 64)):
         point = Point(samples, length)
         assert curve.peak(point) == traced(point).peak, f"{samples} samples of {length} tokens"
+
+
+# ---- results that are remembered ----
+def on_meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_an_operator_is_asked_once_for_alike_tensors() -> None:
+    aten, results = torch.ops.aten, Results()
+    first, again = (results.call(aten.mul.Tensor, (on_meta(3, 1), on_meta(4)), {}) for _ in range(2))
+    assert (again.shape, again.stride(), again.dtype) == (first.shape, first.stride(), first.dtype)
+    assert again.untyped_storage()._cdata != first.untyped_storage()._cdata
+    assert results.call(aten.mul.Tensor, (on_meta(3, 1), on_meta(5)), {}).shape == (3, 5)
+    assert results.call(aten.mul.Tensor, (on_meta(3, 1, dtype=torch.bfloat16), on_meta(4)), {}).dtype is torch.float32
+    for _ in range(2):
+        values, places = results.call(aten.topk.default, (on_meta(2, 8), 3), {})
+        assert values.shape == places.shape == (2, 3) and places.dtype is torch.int64
+    assert results.call(aten.sum.dim_IntList, (on_meta(2, 8), [1], True), {}).shape == (2, 1)
+    assert results.call(aten.sum.dim_IntList, (on_meta(2, 8), [1], False), {}).shape == (2,)
+
+
+def test_what_shares_memory_is_never_remembered() -> None:
+    aten, results = torch.ops.aten, Results()
+    for func, args in ((aten.view.default, ([6],)), (aten._unsafe_view.default, ([6],)), (aten.t.default, ())):
+        for _ in range(2):
+            whole = on_meta(2, 3)
+            view = results.call(func, (whole, *args), {})
+            assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    for _ in range(2):
+        changed = on_meta(4)
+        assert results.call(aten.add_.Tensor, (changed, on_meta(4)), {}) is changed
+        results.call(aten.unsqueeze_.default, (changed, 0), {})
+        results.call(aten._foreach_add_.Scalar, ([changed], 1.0), {})
+        assert changed.shape == (1, 4)
+    with pytest.raises(RuntimeError):
+        results.call(aten.add_.Tensor, (on_meta(4), on_meta(5)), {})
 
 
 # ---- worlds ----

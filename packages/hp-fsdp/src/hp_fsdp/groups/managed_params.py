@@ -352,7 +352,12 @@ class FlatLayout:
 
     def units(self, index: int) -> tuple[int, ...]:
         """Return the number of elements of parameter ``index`` on each rank."""
-        return tuple(stop - start for start, stop in (self.part(index, rank) for rank in range(self.ranks)))
+        lengths, first, numel = [0] * self.ranks, self.offsets[index], self.numels[index]
+        if numel:
+            for rank in range(first // self.piece, (first + numel - 1) // self.piece + 1):
+                start, stop = self.part(index, rank)
+                lengths[rank] = stop - start
+        return tuple(lengths)
 
     def splits(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return sizes that split the rank's piece into ranges, and for each parameter the index of its range.

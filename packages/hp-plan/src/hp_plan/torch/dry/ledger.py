@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hp_dtensor.torch.extend import Modules
 from hp_plan.torch.dry.compat import calling_line, running_module
+from hp_plan.torch.dry.likeness import Results
 from hp_platform.torch.dry import value_observers
 from hp_platform.torch.host import host_observers
 
@@ -100,6 +101,7 @@ class Ledger(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._refs: dict[int, Any] = {}
+        self._results = Results()
         self._count_kernels = kernels
         self._modules = Modules() if modules else None
 
@@ -171,7 +173,9 @@ class Ledger(TorchDispatchMode):
                 if moved is None:
                     return args[0] if func is _COPIES[0] else None
                 args, named = moved
-            out = func(*args, **named)
+                out = self._results.call(func, args, named)
+            else:
+                out = func(*args, **named)
             for each in (out,) if isinstance(out, T) else out if isinstance(out, (tuple, list)) else ():
                 if isinstance(each, T) and each.device.type in self.devices:
                     self._meet(each, func._schema.name)
