@@ -41,7 +41,7 @@ from hp_testing import as_array
 def test_a_save_that_ends_at_any_point_leaves_a_whole_checkpoint(tmp_path, fault):
     """Killed there, or with an error there and ever after; a new one, one that replaces, and one beside a training."""
     program = [sys.executable, crash_program.__file__, str(tmp_path), fault]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     points = [int(word) for word in done.stdout.split() if word.isdigit()]
     assert len(points) == 3 and min(points) > 40

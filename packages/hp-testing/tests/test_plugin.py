@@ -28,7 +28,7 @@ def run_pytest(folder: Path, *arguments: str, text: str) -> str:
     (folder / "test_it.py").write_text("from hp_testing import on_ranks, run_ranks\n" + text)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "hp_testing.plugin"]
     command += ["--import-mode=importlib", "-rs", "--backend", f"{platform_name()}-cpu", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     return f"{done.stdout}exit status {done.returncode}\n"
 
 
@@ -107,7 +107,7 @@ def test_b():
 @ONCE
 def test_an_unknown_backend_lists_the_choices(tmp_path):
     command = [sys.executable, "-m", "pytest", "-p", "hp_testing.plugin", "--backend", "jax-tpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode != 0
     assert "torch-cpu" in done.stderr and "torch-cuda" in done.stderr and "torch-npu" in done.stderr
 
@@ -317,7 +317,7 @@ def test_a_suite_for_another_framework_does_not_fail(tmp_path):
     (tmp_path / "test_it.py").write_text(f"import {other}\n\ndef test_wrong(): assert False\n")
     command = [sys.executable, "-m", "pytest", "-p", "hp_testing.plugin", "--import-mode=importlib"]
     command += ["-p", "no:cacheprovider", "--backend", f"{platform_name()}-cpu", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "1 test module (1 in .)" in done.stdout
 
 

@@ -24,7 +24,7 @@ def run(folder: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("PYTEST_CURRENT_TEST", None)
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     return f"{done.stdout}{done.stderr}exit status {done.returncode}"
 
 

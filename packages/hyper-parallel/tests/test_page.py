@@ -127,7 +127,7 @@ def test_a_browser_shows_the_pictures_at_the_width_of_a_phone_and_of_a_desk(tmp_
     (tmp_path / "page.html").write_text(page.replace("</body>", f"{LOOK}</body>"))
     options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
     command = [str(BROWSER), *options, f"--window-size={width},900", (tmp_path / "page.html").as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     found = json.loads(re.search(r"<title>(.*?)</title>", shown)[1])  # type: ignore[index]
     assert found["pictures"] == 5 and found["least"] > 100
     assert found["right"] <= found["screen"] and found["wide"] <= found["screen"], "nothing is to be scrolled sideways"

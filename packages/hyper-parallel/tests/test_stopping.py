@@ -33,5 +33,5 @@ threading.Event().wait({waits})  # as torch's wrapper, for a launcher that reads
 )
 def test_the_end_of_a_rank(within, asked, done, waits, status, output):
     program = PROGRAM.format(within=within, asked=asked, done=done, waits=waits)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600)
     assert (ended.returncode, ended.stdout) == (status, output), ended.stderr

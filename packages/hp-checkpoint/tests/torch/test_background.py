@@ -306,6 +306,6 @@ def test_a_reply_that_nobody_reads_is_no_failure():
     os.close(read)
     program = "from hp_checkpoint.saving import writer_process; writer_process._reply(end=True)"
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=300)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=600)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")

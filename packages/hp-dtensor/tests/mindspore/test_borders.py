@@ -156,7 +156,7 @@ print(BINDINGS["Abs"].rule, BINDINGS["Exp"].rule)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["registered", "pointwise"], done.stderr
 
 

@@ -109,7 +109,7 @@ def test_a_program_under_msrun(tmp_path):
     command = [str(scripts / "msrun"), *options, "program.py"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with ended(subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes)) as process:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     logs = "".join((tmp_path / "logs" / f"worker_{rank}.log").read_text() for rank in range(2))
     assert sorted(re.findall("total .*", logs)) == ["total 3.0 on rank 0", "total 3.0 on rank 1"]

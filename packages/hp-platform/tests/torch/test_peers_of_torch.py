@@ -91,7 +91,7 @@ def test_a_script_ends_without_threads(tmp_path):
             for rank in range(2)
         ]
         try:
-            texts = [program.communicate(timeout=240.0)[0] for program in programs]
+            texts = [program.communicate(timeout=600)[0] for program in programs]
         finally:
             for program in programs:
                 program.kill()

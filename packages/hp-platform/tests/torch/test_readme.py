@@ -24,7 +24,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script.write_text(code)
     own = {"HYPER_PARALLEL_DEVICE": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TMPDIR": str(folder)}
     options: dict[str, Any] = {"capture_output": True, "text": True, "env": {**os.environ, **own}}
-    return subprocess.run([sys.executable, str(script)], timeout=300, **options)
+    return subprocess.run([sys.executable, str(script)], timeout=600, **options)
 
 
 def test_the_readmes_example(tmp_path):

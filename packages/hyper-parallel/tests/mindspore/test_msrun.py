@@ -145,7 +145,7 @@ def check_run(folder: Path, out: list[str], count: int) -> list[dict[str, Any]]:
 @pytest.mark.thorough  # with less, the next two
 def test_training_learns_and_shows_what_the_model_prints(folder):
     process = start(folder, *COMMAND, *TRAIN, "--steps", "30", "--json", SAY="1")
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     lines = out.splitlines()
     assert [line for line in lines if not line.startswith("{")] == ["rank 0, training: True"] * 30, "that of rank 0"
@@ -159,7 +159,7 @@ def test_training_joins_msrun(folder):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = [msrun, *options, f"--master_port={_free_port()}", "python", *COMMAND[1:], *TRAIN, "--json"]
     process = start(folder, *command, PATH=path)
-    process.communicate(timeout=180)
+    process.communicate(timeout=600)
     said = (folder / "logs" / "worker_0.log").read_text()
     assert process.returncode == 0, said
     check_run(folder, said.splitlines(), 4)
@@ -175,7 +175,7 @@ def _free_port() -> int:
 
 def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(folder):
     process = start(folder, *COMMAND, *TRAIN, VICTIM="1", SAY="1")
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 1
     assert "rank 0, training: True\n" in out, "what the model prints on rank 0 is shown"
     assert "error: rank 1 failed first; all ranks are ended. Its end:\nkilled by SIGKILL (process" in err
@@ -332,5 +332,5 @@ def test_no_process_outlives_the_launcher(work, tmp_path):
         started = msruns_processes(tmp_path)
     finally:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
     assert all_ended(started)
