@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -88,10 +88,9 @@ def real_peak(plan: ParallelPlan) -> int:
 
 
 # ---- torch's FSDP2 ----
-def fully_sharded(ranks: int, sections: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer, torch.Tensor]:
+def fully_sharded(ranks: int, sections: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, torch.optim.Optimizer, torch.Tensor]:
     """Return the model under FSDP2, its optimizer, and this rank's samples."""
     model = build_model(plan_of({"dp_shard": ranks}, {}), device="cpu")
-    mesh = init_device_mesh("cpu", (ranks,))
     options: dict[str, Any] = {"mesh": mesh}
     if sections == NO_RESHARD:
         options["reshard_after_forward"] = False
@@ -102,14 +101,16 @@ def fully_sharded(ranks: int, sections: dict[str, Any]) -> tuple[Any, torch.opti
     for block in model.model.layers:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # which reads no step number
     return model, optimizer, torch.zeros(SAMPLES // ranks, LENGTH, dtype=torch.int64)
 
 
 def one_step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
     """Train a step."""
     optimizer.zero_grad()
-    logits = model(input_ids=tokens, use_cache=False).logits
+    # Given whole, for transformers reads values to make one, which FakeTensorMode refuses.
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=tokens.device).tril()
+    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -119,7 +120,7 @@ def one_step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor)
 def torch_peak(ranks: int, sections: dict[str, Any]) -> int:
     """Return the ledger's peak of FSDP2's steps on this rank."""
     with without_collector():
-        model, optimizer, tokens = fully_sharded(ranks, sections)
+        model, optimizer, tokens = fully_sharded(ranks, sections, init_device_mesh("cpu", (ranks,)))
         ledger = Ledger(("cpu",))
         ledger.know([each.to_local() for each in model.parameters()])
         ledger.know(model.buffers())
@@ -149,15 +150,15 @@ def tracker_peak(ranks: int, sections: dict[str, Any], peers: StagePeers) -> int
     """Return what FSDPMemTracker foretells."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
+        mesh = init_device_mesh("cpu", (ranks,))
         with FakeTensorMode():
-            model, optimizer, tokens = fully_sharded(ranks, sections)
+            model, optimizer, tokens = fully_sharded(ranks, sections, mesh)
             tracker = FSDPMemTracker(model, optimizer)
             tracker.track_inputs((tokens,))
             with tracker:
-                for number in range(3):
+                for _ in range(3):
+                    tracker.reset_mod_stats()
                     one_step(model, optimizer, tokens)
-                    if number == 1:
-                        tracker.reset_mod_stats()
             peaks = tracker.get_tracker_snapshot("peak")
         return sum(each["Total"] for each in peaks.values())
     finally:
