@@ -14,7 +14,7 @@ import torch
 
 import hp_plan
 from hp_plan import Diagnostic, ParallelPlan, PlanError, lint
-from hp_plan.extend import override, propose
+from hp_plan.extend import dry_runs, override, propose
 
 pytestmark = pytest.mark.framework("torch")
 
@@ -877,7 +877,7 @@ ELSEWHERE = {
     "test_fixes.py::test_assignments": ("overrides:_parsed", "overrides:_refusal", "overrides:override"),
     "test_fixes.py::test_files_and_sections": ("plan:__post_init__", "plan:read_toml", "plan:to_toml"),
     "test_fixes.py::test_a_models_own_table": ("outline:declared_table",),
-    "test_fixes.py::test_proposals": ("proposal:propose",),
+    "test_fixes.py::test_proposals": ("proposal:refusals",),
     "test_lora.py::test_an_adapter_that_does_not_fit_is_named": (
         "adapters:_saved",
         "adapters:fill_adapter",
@@ -938,12 +938,17 @@ def test_a_models_own_table(wrong: Any, fix: str, monkeypatch: pytest.MonkeyPatc
 
 def test_proposals():
     tables = {"model": config("Qwen3Config", max_position_embeddings=64)}
-    least = propose(tables, 1).estimate.total
-    with pytest.raises(PlanError) as refused:
-        propose(tables, 1, memory=400_000)
-    assert refused.value.diagnostics[0].fix == "give more ranks or memory, or make data.sequence_length smaller"
-    assert propose(tables, 1, memory=least)
-    assert propose(tables, 16, memory=400_000)
+    with dry_runs().playing() as play:
+
+        def proposed(ranks: int, memory: int, **more: Any) -> Any:
+            return propose({**tables, **more}, ranks, play=play, memory=memory)
+
+        least = propose({**tables, "memory": {"recompute": ["model.layers.*"]}}, 1, play=play).estimate.total // 2
+        with pytest.raises(PlanError) as refused:
+            proposed(1, least)
+        assert refused.value.diagnostics[0].fix == "give more ranks or memory, or make data.sequence_length smaller"
+        assert proposed(16, least) and proposed(1, 2 * least)
+        assert proposed(1, least, data={"sequence_length": 2})
 
 
 def test_every_finding_has_a_case(monkeypatch: pytest.MonkeyPatch):

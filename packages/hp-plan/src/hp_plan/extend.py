@@ -11,7 +11,7 @@ from hp_plan.features.optimizers import multiple_of_first
 from hp_plan.features.pipelines import Choice, Outlook, outlook
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage
 from hp_plan.plan import data_parallel_place, data_parallel_rows, json_schema, read_plan, read_toml
-from hp_plan.port import build, verifier
+from hp_plan.port import Play, build, dry_runs, verifier
 from hp_plan.reading.diagnostics import near_misses
 from hp_plan.reading.overrides import Setting, override, settings
 from hp_plan.structure.model_source import vocabulary
@@ -27,6 +27,7 @@ __all__ = [
     "tuned_text",
     "Estimate",
     "Outlook",
+    "Play",
     "Proposal",
     "Report",
     "Setting",
@@ -37,6 +38,7 @@ __all__ = [
     "data_parallel_place",
     "data_parallel_rows",
     "draw_memory",
+    "dry_runs",
     "draws",
     "examine",
     "json_schema",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hp_dtensor import DeviceMesh
+from hp_plan.dry.report import DryReport
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic
 from hp_plan.structure.outline import ModelOutline
@@ -13,6 +15,7 @@ from hp_platform.extend import load_port
 
 Module = Any
 Compare = Callable[[bool, Sequence[Any], Mapping[str, Any]], None]  # training, inputs by place and by name
+Play = Callable[[ParallelPlan], DryReport]
 
 
 class Models(Protocol):
@@ -40,10 +43,6 @@ class Models(Protocol):
 
     def example(self, rows: int, tokens: int) -> dict[str, Any]:
         """Make inputs of this shape, whose values nothing reads."""
-        ...
-
-    def saved_bytes(self, model: Module, length: int, width: int) -> tuple[int, int] | None:
-        """Count what backward needs of a sample: bytes of hidden states, and of the rest; None if unknown."""
         ...
 
     def replicate_rest(self, model: Module, mesh: DeviceMesh) -> None:
@@ -127,6 +126,14 @@ class Build(Protocol):
         ...
 
 
+class DryRuns(Protocol):
+    """Playing plans without memory; `<framework>/dry/api.py`."""
+
+    def playing(self) -> AbstractContextManager[Play]:
+        """Get what plays one plan after another, by processes that are kept between them."""
+        ...
+
+
 class Verifier(Protocol):
     """Running a plan's model to look for faults; `torch/verify.py`."""
 
@@ -143,6 +150,11 @@ def models() -> Models:
 def build() -> Build:
     """Get the framework's way to build what a plan describes."""
     return load_port(Build, "build")
+
+
+def dry_runs() -> DryRuns:
+    """Get the framework's way to play plans without memory."""
+    return load_port(DryRuns, "dry.api")
 
 
 def verifier() -> Verifier:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 _TORCH_ONLY = (
@@ -17,6 +19,12 @@ def dry_run(plan: Any, **options: Any) -> NoReturn:
         NotImplementedError: always; it names what to do.
     """
     raise NotImplementedError(_TORCH_ONLY.format("dry_run"))
+
+
+@contextlib.contextmanager
+def playing() -> Iterator[Callable[..., NoReturn]]:
+    """Get what refuses every plan, as `dry_run`."""
+    yield dry_run
 
 
 def fit(plan: Any, **options: Any) -> NoReturn:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -86,13 +87,27 @@ def dry_run(
     if ranks is not None:
         plan = spread_over(plan, ranks)
     skewed(routes)
+    with playing() as play:
+        return play(plan, rank=rank, routes=routes, memory=memory, kernels=kernels)
+
+
+@contextlib.contextmanager
+def playing() -> Iterator[Callable[..., DryReport]]:
+    """Get what plays one plan after another, by processes that are kept between them.
+
+    Threads may call it at the same time.
+
+    Example:
+        >>> with playing() as play:
+        ...     peaks = [play(plan).peak for plan in plans]
+    """
     with Players(preload=_PRELOAD) as players:
-        return _play(plan, players, rank=rank, routes=routes, memory=memory, kernels=kernels)
+        yield functools.partial(_play, players)
 
 
 def _play(
-    plan: ParallelPlan,
     players: Players,
+    plan: ParallelPlan,
     *,
     rank: int | None = None,
     routes: float = 1.0,
@@ -197,10 +212,8 @@ def fit(
     spread = plan if ranks is None else spread_over(plan, ranks)
     room = parse_size(memory) if isinstance(memory, str) else memory
     sizes = _sizes(spread) if spread.model.of_transformers else None
-    with Players(preload=_PRELOAD) as players:
-        return fit_quantity(
-            spread, lambda each: _play(each, players).peak, room, quantity=quantity, most=most, model=sizes
-        )
+    with playing() as play:
+        return fit_quantity(spread, lambda each: play(each).peak, room, quantity=quantity, most=most, model=sizes)
 
 
 def tune(
@@ -233,13 +246,13 @@ def tune(
     tables = plan.to_dict() if isinstance(plan, ParallelPlan) else plan
     base = plan if isinstance(plan, ParallelPlan) else ParallelPlan.from_dict(plan)
     machine = Hardware.load(hardware) if isinstance(hardware, str) else hardware
-    with Players(preload=_PRELOAD) as players, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with playing() as play, ThreadPoolExecutor(os.cpu_count()) as pool:
         return search(
             tables,
             ranks,
             model=_sizes(base),
             hardware=machine,
-            trace=_Reports(players).trace,
+            trace=_Reports(play).trace,
             free=free,
             top=top,
             refuses=lambda each: bool(examine(each, [], ranks).diagnostics),
@@ -250,8 +263,8 @@ def tune(
 class _Reports:
     """Dry runs of a search: a plan's stages are played together, and asked for one by one."""
 
-    def __init__(self, players: Players) -> None:
-        self._players = players
+    def __init__(self, play: Callable[..., DryReport]) -> None:
+        self._play = play
         self._kept: dict[tuple[str, int], Future[DryReport]] = {}
         self._lock = threading.Lock()
 
@@ -266,7 +279,7 @@ class _Reports:
             mine = self._kept.setdefault(key, Future())
         if known is None:
             try:
-                mine.set_result(_play(plan, self._players, rank=rank, kernels=True))
+                mine.set_result(self._play(plan, rank=rank, kernels=True))
             except Exception as error:  # whoever else waits for it raises it too
                 mine.set_exception(error)
         return next(each.trace for each in mine.result().ranks if each.rank == rank)
