@@ -937,18 +937,21 @@ def test_a_models_own_table(wrong: Any, fix: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_proposals():
-    tables = {"model": config("Qwen3Config", max_position_embeddings=64)}
+    def unplayed(plan: ParallelPlan) -> Any:
+        raise NotImplementedError("not here")
+
+    tables = {"model": config("Qwen3Config", max_position_embeddings=2048)}
+    trained = propose(tables, 1, play=unplayed).estimate.total
+    with pytest.raises(PlanError) as refused:
+        propose(tables, 1, play=unplayed, memory=trained - 1)
+    assert refused.value.diagnostics[0].fix == "give more ranks or memory"
+    assert propose(tables, 2, play=unplayed, memory=trained - 1)
+    assert propose(tables, 1, play=unplayed, memory=trained)
     with dry_runs().playing() as play:
-
-        def proposed(ranks: int, memory: int, **more: Any) -> Any:
-            return propose({**tables, **more}, ranks, play=play, memory=memory)
-
-        least = propose({**tables, "memory": {"recompute": ["model.layers.*"]}}, 1, play=play).estimate.total // 2
         with pytest.raises(PlanError) as refused:
-            proposed(1, least)
+            propose(tables, 1, play=play, memory=2 * trained)
         assert refused.value.diagnostics[0].fix == "give more ranks or memory, or make data.sequence_length smaller"
-        assert proposed(16, least) and proposed(1, 2 * least)
-        assert proposed(1, least, data={"sequence_length": 2})
+        assert propose({**tables, "data": {"sequence_length": 2}}, 1, play=play, memory=2 * trained)
 
 
 def test_every_finding_has_a_case(monkeypatch: pytest.MonkeyPatch):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,19 +104,19 @@ def test_a_plan_that_can_not_be_played_has_its_training_bytes_and_the_reason() -
 
 # ---- dry runs ----
 @pytest.fixture(scope="module")
-def play():
+def play() -> Iterator[Play]:
     with dry_runs().playing() as play:
         yield play
 
 
 def test_the_estimate_is_the_dry_runs_of_the_plan(play: Play) -> None:
-    first = propose(TABLES, 2, play=play)
+    first = propose(TABLES, 8, play=play)
     report = dry_run(first.plan)
-    assert first.estimate.total == report.peak and first.plan.mesh.axes == {"dp_shard": 2}
+    assert first.estimate.total == report.peak and first.plan.mesh.axes == {"dp_shard": 8}
     assert sum(first.estimate.by_kind.values()) == report.peak + first.estimate.by_kind["host"]
-    second = propose(TABLES, 2, play=play, memory=report.peak - 1)
-    assert second.plan != first.plan and second.estimate.total == play(second.plan).peak < report.peak
-    assert propose(TABLES, 2, play=play, memory=second.estimate.total).plan == second.plan
+    second = propose(TABLES, 8, play=play, memory=report.peak - 1)
+    assert second.plan == replace(first.plan, memory=replace(first.plan.memory, recompute=("model.layers.*",)))
+    assert second.estimate.total < report.peak
 
 
 def test_a_budget_is_not_played(play: Play) -> None:

@@ -77,6 +77,7 @@ def main() -> int:
     """Print a line a family; return the exit status."""
     import json
 
+    from hp_plan.extend import dry_runs
     from hyper_parallel.commands.proposing import plan_text, proposal_of
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -86,10 +87,11 @@ def main() -> int:
     os.environ.update(HF_HUB_OFFLINE="1", HYPER_PARALLEL_DEVICE="cpu")
     context, faults = multiprocessing.get_context("spawn"), 0
     with tempfile.TemporaryDirectory() as place:
-        for family in arguments.families:
-            more = [f"run.steps={arguments.steps}", "data.max_bytes=200000"]
-            proposal = proposal_of(family, 4, assignments=[*assignments(family), *more])
-            (Path(place) / f"{family}.toml").write_text(plan_text(proposal), encoding="utf-8")
+        with dry_runs().playing() as play:
+            for family in arguments.families:
+                more = [f"run.steps={arguments.steps}", "data.max_bytes=200000"]
+                proposal = proposal_of(family, 4, play=play, assignments=[*assignments(family), *more])
+                (Path(place) / f"{family}.toml").write_text(plan_text(proposal), encoding="utf-8")
         results = context.Queue()
         work = (arguments.families, arguments.steps, place, results)
         ranks = [context.Process(target=run, args=(rank, *work)) for rank in range(4)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hp_offload.extend import size
@@ -101,7 +101,8 @@ class _Candidate:
     Attributes:
         plan: the plan.
         tables: what it says besides defaults.
-        trained: bytes of its weights, gradients and optimizer states.
+        trained: bytes of its weights, gradients and optimizer states, which are there together when the optimizer
+            steps.
         estimate: of its memory; None before it is played.
     """
 
@@ -153,7 +154,9 @@ class _Trials:
                 return known[0]
             report = examine(plan, diagnostics, self._ranks, model=self._model)
             if not report.diagnostics:
-                self._linted.append(_Candidate(plan, tables, training_bytes(plan, self._outline)))
+                # Without gradients that wait, unsharded, for the last micro-batch: these are not there at the end of a step.
+                at_once = replace(plan, run=replace(plan.run, accumulate=1))
+                self._linted.append(_Candidate(plan, tables, training_bytes(at_once, self._outline)))
                 return self._linted[-1]
             self._refused = self._refused or list(report.diagnostics)
         return None
@@ -180,12 +183,12 @@ class _Trials:
             return self._refused
         subject = f"{self._ranks} ranks of {size(self._memory or 0)} can't train the model"
         played = [(each.estimate.total, each.plan) for each in self._linted if each.estimate is not None]
-        if played:
-            least, plan = min(played, key=lambda each: each[0])
-            message = f"{subject}: {plan.mesh.described} needs least, {size(least)} a rank"
-        else:
+        if not played:
             least = min(each.trained for each in self._linted)
             message = f"{subject}: weights, gradients and optimizer states alone take {size(least)} a rank"
+            return [Diagnostic("mesh", message, "give more ranks or memory")]
+        least, plan = min(played, key=lambda each: each[0])
+        message = f"{subject}: {plan.mesh.described} needs least, {size(least)} a rank"
         return [Diagnostic("mesh", message, "give more ranks or memory, or make data.sequence_length smaller")]
 
 

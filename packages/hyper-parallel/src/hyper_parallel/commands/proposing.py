@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 
 from hp_offload.extend import parse_size, size
 from hp_pipeline.extend import open_forwards
-from hp_plan import Diagnostic, ParallelPlan, PlanError
+from hp_plan import Diagnostic, DryReport, ParallelPlan, PlanError
 from hp_plan.extend import Choice, Estimate, Outlook, Play, Proposal, dry_runs, override, propose
 from hyper_parallel.commands.reporting import user_errors
 from hyper_parallel.reports.output import OutputError
@@ -47,7 +48,7 @@ def init(
         if out is not None and out.exists():
             raise OutputError(f"{out} exists; remove it, or choose another file with --out")
         with dry_runs().playing() as play:
-            proposal = proposal_of(model, ranks, play=play, memory=memory, assignments=assignments or ())
+            proposal = proposal_of(model, ranks, play=_shown(play), memory=memory, assignments=assignments or ())
         if out is not None:
             proposal = _beside(proposal, out)
         text = plan_text(proposal, memory=memory)
@@ -56,6 +57,18 @@ def init(
             return
         out.write_text(text, encoding="utf-8")
         typer.echo(f"{out} is written; next: hyper-parallel lint {out}, hyper-parallel train {out}")
+
+
+def _shown(play: Play) -> Play:
+    """Name the plans that are played, each of which takes seconds, on a terminal."""
+
+    def shown(plan: ParallelPlan) -> DryReport:
+        if sys.stderr.isatty():
+            recomputed = ", recompute" if plan.memory.recompute else ""
+            typer.echo(f"playing {plan.mesh.described}{recomputed}", err=True)
+        return play(plan)
+
+    return shown
 
 
 def proposal_of(
