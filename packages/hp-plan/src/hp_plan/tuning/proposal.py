@@ -154,7 +154,7 @@ class _Trials:
                 return known[0]
             report = examine(plan, diagnostics, self._ranks, model=self._model)
             if not report.diagnostics:
-                # Without gradients that wait, unsharded, for the last micro-batch: these are not there at the end of a step.
+                # Gradients that wait, unsharded, for the last micro-batch are gone when the optimizer steps.
                 at_once = replace(plan, run=replace(plan.run, accumulate=1))
                 self._linted.append(_Candidate(plan, tables, training_bytes(at_once, self._outline)))
                 return self._linted[-1]
