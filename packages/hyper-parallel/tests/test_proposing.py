@@ -100,7 +100,7 @@ def test_the_file_says_what_a_rank_needs_or_why_that_is_not_known() -> None:
     assert ParallelPlan.from_dict(tomllib.loads(text)) == known.plan
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Play) -> None:
+def test_the_command(tmp_path, monkeypatch, play):
     monkeypatch.setattr(proposing, "dry_runs", lambda: SimpleNamespace(playing=lambda: nullcontext(play)))
     small = {key: value for key, value in SWEEP.FAMILIES["LlamaConfig"].items() if key != "max_position_embeddings"}
     model = build_model(ParallelPlan.from_dict({"model": {"config": "LlamaConfig", "overrides": small}}))

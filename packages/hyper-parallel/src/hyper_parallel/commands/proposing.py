@@ -125,7 +125,7 @@ def plan_text(proposal: Proposal, *, memory: str | None = None) -> str:
     """
     reasons = {**_REASONS, **proposal.reasons}
     told = _told(proposal.estimate, proposal.plan.mesh.world_size, f" of {memory}" if memory is not None else "")
-    lines = [f"# {line}" for each in told for line in textwrap.wrap(each, 108, break_long_words=False)]
+    lines = [f"# {line}" for each in told for line in textwrap.wrap(each, 94, break_long_words=False)]
     tables = proposal.tables
     if not proposal.plan.data.paths:
         lines.append("# It trains on the sources of Python's library; data.paths or train --data names other text.")
