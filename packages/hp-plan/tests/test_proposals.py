@@ -69,6 +69,7 @@ def test_where_no_plan_fits_the_least_is_named() -> None:
         propose(TABLES, 4, play=play, memory=49 * MiB)
     assert len(set(play.played)) == len(play.played)
     assert not any("tp 2, accumulate" in each for each in play.played), "recompute, which needs less, did not fit"
+    assert [each for each in play.played if "pp" in each] == ["pp 2 x tp 2, none", "pp 4, none"]
 
 
 def test_what_is_too_large_by_its_weights_is_not_played() -> None:

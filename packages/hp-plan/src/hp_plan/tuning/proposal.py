@@ -6,16 +6,17 @@ spread over as many of them as the model allows. Then samples are computed one a
 again in backward, then `tp` doubles up to the ranks of a host, then `pp`. The first plan is taken that `lint` finds
 nothing wrong with, and whose fullest rank needs no more memory than there is.
 
-A dry run tells what that rank needs, and takes seconds, so few plans are played. A plan is not played where its
-weights, gradients and optimizer states, which are counted from shapes, are too large alone. Blocks that are computed
-again save less: once a plan did not fit, the one with them is played before the same without, which is played only
-where the former fits.
+A dry run tells what that rank needs, and takes seconds, or minutes with many stages, so few plans are played. A plan is
+not played where its weights, gradients and optimizer states, which are counted from shapes, are too large alone. Once
+the best of all does not fit, of plans of a kind the leanest is played first, and where it does not fit none of them is
+taken: of plans that differ in what is computed again, the one that does so, and of plans with as many stages, the one
+with the most `tp`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,8 +88,8 @@ def propose(tables: Mapping[str, Any], ranks: int, *, play: Play, memory: int | 
     model = builder.build_empty(given)
     outline = models().outline(model)
     trials = _Trials(ranks, model, outline, play, memory)
-    for mesh in _meshes(tables, outline, ranks):
-        found = trials.first_fit(mesh)
+    for ladder in _ladders(tables, outline, ranks):
+        found = trials.first_fit(ladder)
         if found is not None:
             return Proposal(found.plan, found.tables, trials.estimate(found), _reasons(found.plan, outline, memory))
     raise PlanError(trials.refusals())
@@ -129,20 +130,19 @@ class _Trials:
         self._linted: list[_Candidate] = []
         self._refused: list[Diagnostic] = []
 
-    def first_fit(self, mesh: Sequence[Sequence[Mapping[str, Any]]]) -> _Candidate | None:
+    def first_fit(self, ladder: Iterable[Sequence[Mapping[str, Any]]]) -> _Candidate | None:
         """Return the first plan that fits.
 
         Args:
-            mesh: plans that save less and less, each in variants of which the first that lints clean counts.
+            ladder: plans of one `pp`, the best first, each in variants of which the first that lints clean counts.
         """
-        first = not self._linted
-        candidates = [each for variants in mesh if (each := self._clean(variants)) is not None]
+        clean = (each for variants in ladder if (each := self._clean(variants)) is not None)
+        if not self._linted and (best := next(clean, None)) is not None and self._fits(best):
+            return best
+        candidates = list(clean)
         for each in candidates:
-            alike = [other for other in candidates if other.plan.run.accumulate == each.plan.run.accumulate]
-            if not first and not self._fits(alike[-1]):
-                continue
-            first = False
-            if self._fits(each):
+            leanest = [other for other in candidates if _kind(other.plan) == _kind(each.plan)][-1]
+            if self._fits(leanest) and self._fits(each):
                 return each
         return None
 
@@ -200,8 +200,13 @@ def _reason(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _meshes(tables: Mapping[str, Any], outline: ModelOutline, ranks: int) -> Iterator[list[list[dict[str, Any]]]]:
-    """List tables of plans, the best mesh first: of each those that save less and less, with fewer and fewer `ep`."""
+def _kind(plan: ParallelPlan) -> tuple[int, ...]:
+    """Return what plans have alike of which the last needs least: see Note [How a plan is chosen]."""
+    return (plan.mesh.pp,) if plan.mesh.pp > 1 else (1, plan.mesh.tp, plan.run.accumulate)
+
+
+def _ladders(tables: Mapping[str, Any], outline: ModelOutline, ranks: int) -> Iterator[list[list[dict[str, Any]]]]:
+    """List tables of plans for each `pp`, the best first, each with fewer and fewer `ep`."""
     limit = positions(outline.config)
     length = min(limit, _LENGTH) if limit is not None and limit > 1 else _LENGTH
     experts = max((module.experts.count for module in outline.modules.values() if module.experts), default=0)
@@ -210,6 +215,7 @@ def _meshes(tables: Mapping[str, Any], outline: ModelOutline, ranks: int) -> Ite
     for pp in divisors:
         shared = ranks // pp
         ep = [each for each in reversed(divisors) if each == 1 or (each <= experts and shared % each == 0)]
+        plans = []
         for tp in [each for each in divisors if each <= _HOST and shared % each == 0]:
             dp = shared // tp
             rows = max(math.ceil(_SAMPLES / dp), 2 * pp if pp > 1 else 1)
@@ -218,7 +224,6 @@ def _meshes(tables: Mapping[str, Any], outline: ModelOutline, ranks: int) -> Ite
                 apart = {"run": {"accumulate": rows}} if rows > 1 else {}
                 savings += [apart] if apart else []
                 savings += [{**apart, "memory": {"recompute": list(blocks)}}] if blocks else []
-            plans = []
             for saving in savings:
                 chosen = {**saving, "data": {"sequence_length": length, "batch_size": dp * rows}}
                 if dp > 1 and get_platform().devices.kind != "cpu":
@@ -226,7 +231,7 @@ def _meshes(tables: Mapping[str, Any], outline: ModelOutline, ranks: int) -> Ite
                 meshes = ({"pp": pp, "dp_shard": dp, "tp": tp, "ep": each} for each in ep)
                 named = [{axis: number for axis, number in mesh.items() if number > 1} for mesh in meshes]
                 plans.append([_merged({"mesh": mesh, **chosen}, tables) for mesh in named])
-            yield plans
+        yield plans
 
 
 def _merged(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
