@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,21 @@ def test_it_tells_what_collectives_show(tmp_path):
     assert said(told, "forward", "free") == BLOCKS  # the root stays for its backward
     trace = json.loads(path.read_text())["traceEvents"]
     assert [each["name"] for each in trace if each["ph"] == "X" and each["cat"] == "backward"].count("blocks.0") >= 4
+
+
+@on_ranks(2)
+def test_a_dry_run_stands_beside_what_is_measured():
+    _, model = pair()
+    kinds = ("weights", "gradients", "states", "gathered", "saved", "temporary", "host")
+    rank = SimpleNamespace(memory=dict.fromkeys(kinds, (0, 1024, 0)), peak=SimpleNamespace(live=4096))
+    told = explain(model, dry_run=rank)
+    assert {row.kind: row.dry_run for row in told.memory if row.dry_run is not None} == {
+        **dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 1024),
+        "device peak, of all kinds": 4096,
+    }
+    assert "dry run" in str(told) and "4 KiB" in str(told) and "dry run" not in str(explain(model))
+    with pytest.raises(ValueError, match=r"no memory over the step: dry_run\(plan, rank=0, memory=True\)"):
+        explain(model, dry_run=SimpleNamespace(memory={}, peak=rank.peak))
 
 
 @on_ranks(1, 2)

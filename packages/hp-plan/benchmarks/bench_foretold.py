@@ -88,7 +88,9 @@ def real_peak(plan: ParallelPlan) -> int:
 
 
 # ---- torch's FSDP2 ----
-def fully_sharded(ranks: int, sections: dict[str, Any], mesh: DeviceMesh) -> tuple[Any, torch.optim.Optimizer, torch.Tensor]:
+def fully_sharded(
+    ranks: int, sections: dict[str, Any], mesh: DeviceMesh
+) -> tuple[Any, torch.optim.Optimizer, torch.Tensor]:
     """Return the model under FSDP2, its optimizer, and this rank's samples."""
     model = build_model(plan_of({"dp_shard": ranks}, {}), device="cpu")
     options: dict[str, Any] = {"mesh": mesh}

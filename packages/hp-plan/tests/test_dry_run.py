@@ -11,12 +11,13 @@ import pytest
 import torch
 from dry_plans import THOROUGH, USUAL, measured, told
 
-from hp_plan import ParallelPlan, PlanError, dry_run, fit, tune
+from hp_fsdp import explain
+from hp_plan import DryReport, ParallelPlan, PlanError, dry_run, fit, tune
 from hp_plan.dry.stages import StagePeers, play_stages
 from hp_plan.dry.trace import Trace
 from hp_plan.torch.dry.ledger import Ledger
 from hp_plan.torch.dry.likeness import Results
-from hp_plan.torch.dry.playing import dry
+from hp_plan.torch.dry.playing import Played, dry
 from hp_plan.tuning.curves import Curve, Point
 from hp_platform.torch.dry import dry_world
 from hp_testing import device_type, run_ranks
@@ -45,6 +46,23 @@ def test_real_ranks_measure_what_a_dry_run_says(name: str, tables: dict[str, Any
     assert 0 in {each.rank for each in report.ranks}
     for each in report.ranks:
         assert told(each) == real[each.rank], f"rank {each.rank} of {name}"
+
+
+def explained(tables: dict[str, Any], report: DryReport) -> dict[str, tuple[int | None, int | None]]:
+    plan = ParallelPlan.from_dict(tables)
+    played = Played(plan, Ledger(("cpu",)), torch.device("cpu"))
+    for _ in range(2):
+        played.step()
+    told = explain(played.model, optimizer=played.optimizer, dry_run=report.ranks[0])
+    return {row.kind: (row.dry_run, row.measured) for row in told.memory}
+
+
+def test_explain_shows_it_beside_what_is_measured() -> None:
+    report = dry_run(ParallelPlan.from_dict(USUAL["fsdp"]), rank=0, memory=True)
+    rows = run_ranks(2, explained, USUAL["fsdp"], report)[0]
+    for kind in ("parameters", "gradients", "optimizer"):  # but for what a shard is padded by
+        assert rows[kind][0] == pytest.approx(rows[kind][1], rel=0.01), kind
+    assert rows["device peak, of all kinds"] == (report.peak, None)
 
 
 def test_live_bytes_do_not_grow_from_step_to_step() -> None:
@@ -253,4 +271,4 @@ def test_no_code_asks_whether_its_world_is_dry() -> None:
         if re.search(r"\bdry_world\b|\.dry\b|\bis_dry\b", path.read_text())
         and not any(part in str(path) for part in own)
     ]
-    assert [path for path in asking if not re.search(r"hp_plan/(extend|tuning/)", path)] == []
+    assert [path for path in asking if not re.search(r"hp_plan/(extend|port|tuning/)", path)] == []

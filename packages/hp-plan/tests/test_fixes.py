@@ -877,7 +877,7 @@ ELSEWHERE = {
     "test_fixes.py::test_assignments": ("overrides:_parsed", "overrides:_refusal", "overrides:override"),
     "test_fixes.py::test_files_and_sections": ("plan:__post_init__", "plan:read_toml", "plan:to_toml"),
     "test_fixes.py::test_a_models_own_table": ("outline:declared_table",),
-    "test_fixes.py::test_proposals": ("proposal:propose",),
+    "test_fixes.py::test_proposals": ("proposal:refusals",),
     "test_lora.py::test_an_adapter_that_does_not_fit_is_named": (
         "adapters:_saved",
         "adapters:fill_adapter",
@@ -937,13 +937,20 @@ def test_a_models_own_table(wrong: Any, fix: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_proposals():
-    tables = {"model": config("Qwen3Config", max_position_embeddings=64)}
-    least = propose(tables, 1).estimate.total
+    def unplayed(plan: ParallelPlan) -> Any:
+        raise NotImplementedError("not here")
+
+    tables = {"model": config("Qwen3Config", max_position_embeddings=2048)}
+    trained = propose(tables, 1, play=unplayed).estimate.total
     with pytest.raises(PlanError) as refused:
-        propose(tables, 1, memory=400_000)
+        propose(tables, 1, play=unplayed, memory=trained - 1)
+    assert refused.value.diagnostics[0].fix == "give more ranks or memory"
+    assert propose(tables, 2, play=unplayed, memory=trained - 1)
+    assert propose(tables, 1, play=unplayed, memory=trained)
+    with pytest.raises(PlanError) as refused:
+        propose(tables, 1, play=hp_plan.dry_run, memory=2 * trained)
     assert refused.value.diagnostics[0].fix == "give more ranks or memory, or make data.sequence_length smaller"
-    assert propose(tables, 1, memory=least)
-    assert propose(tables, 16, memory=400_000)
+    assert propose({**tables, "data": {"sequence_length": 2}}, 1, play=hp_plan.dry_run, memory=2 * trained)
 
 
 def test_every_finding_has_a_case(monkeypatch: pytest.MonkeyPatch):

@@ -77,6 +77,7 @@ def main() -> int:
     """Print a line a family; return the exit status."""
     import json
 
+    from hp_plan import dry_run
     from hyper_parallel.commands.proposing import plan_text, proposal_of
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -88,7 +89,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         for family in arguments.families:
             more = [f"run.steps={arguments.steps}", "data.max_bytes=200000"]
-            proposal = proposal_of(family, 4, assignments=[*assignments(family), *more])
+            proposal = proposal_of(family, 4, play=dry_run, assignments=[*assignments(family), *more])
             (Path(place) / f"{family}.toml").write_text(plan_text(proposal), encoding="utf-8")
         results = context.Queue()
         work = (arguments.families, arguments.steps, place, results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import tomllib
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hp_plan import ParallelPlan, PlanError, build_model, lint
+import hp_plan
+from hp_offload.extend import size
+from hp_plan import ParallelPlan, PlanError, build_model, dry_run, lint
+from hp_plan.extend import Estimate, Play
 from hyper_parallel.commands import cli
 from hyper_parallel.commands.proposing import plan_text, proposal_of
 
@@ -29,36 +33,63 @@ def _sweep() -> Any:
 SWEEP = _sweep()
 
 
+def unplayed(plan: ParallelPlan) -> Any:
+    raise NotImplementedError("an operator has no kernel on meta")
+
+
 @pytest.mark.parametrize("family", SWEEP.FAMILIES)
-def test_plans_of_families_lint_clean(family):
-    proposal = proposal_of(family, 4, assignments=SWEEP.assignments(family))
+def test_plans_of_families_lint_clean(family: str) -> None:
+    proposal = proposal_of(family, 4, play=unplayed, assignments=SWEEP.assignments(family))
     tables = tomllib.loads(plan_text(proposal))
     assert lint(tables, 4) == () and ParallelPlan.from_dict(tables) == proposal.plan
     assert proposal.plan.mesh.dp_shard == 4 and proposal.plan.mesh.ep == (4 if "Mo" in family or "Mix" in family else 1)
 
 
-def proposed(memory: str, *more: str) -> ParallelPlan:
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", SWEEP.FAMILIES)
+def test_plans_of_families_are_played(family: str) -> None:
+    estimate = proposal_of(family, 4, play=dry_run, assignments=SWEEP.assignments(family)).estimate
+    assert not estimate.unplayed and estimate.by_kind["saved"] > 0
+    assert sum(number for kind, number in estimate.by_kind.items() if kind != "host") == estimate.total
+
+
+def proposed(play: Play, memory: str, *more: str) -> ParallelPlan:
     assignments = ["model.overrides.num_hidden_layers=4", *more]
-    proposal = proposal_of("LlamaConfig", 8, memory=memory, assignments=assignments)
+    proposal = proposal_of("LlamaConfig", 8, play=play, memory=memory, assignments=assignments)
     assert memory in plan_text(proposal, memory=memory)
     return proposal.plan
 
 
-def test_memory_decides():
-    """The counted bytes of four of Llama 7B's layers in float32."""
-    assert proposed("64GiB").mesh.axes == {"dp_shard": 8} and not proposed("64GiB").memory.recompute
-    recomputed = proposed("8GiB")
+@pytest.mark.thorough
+def test_memory_decides() -> None:
+    """Four of Llama 7B's layers in float32."""
+    assert proposed(dry_run, "64GiB").mesh.axes == {"dp_shard": 8} and not proposed(dry_run, "64GiB").memory.recompute
+    recomputed = proposed(dry_run, "6GiB")
     assert recomputed.mesh.axes == {"dp_shard": 8} and recomputed.memory.recompute == ("model.layers.*",)
-    split = proposed("6GiB")
+    split = proposed(dry_run, "4GiB")
     assert split.mesh.tp > 1 and split.mesh.world_size == 8
-    with pytest.raises(
-        PlanError, match=r"8 ranks of 1 GiB can't train the model: .* needs least, 3\.\d+ GiB a rank; give"
-    ):
-        proposed("1GiB")
-    assert proposed("4GiB").mesh.world_size == 8  # more memory
+    assert proposed(dry_run, "64GiB", "mesh.tp=4", "mesh.dp_shard=2", "data.sequence_length=64").mesh.axes["tp"] == 4
+
+
+def test_memory_that_is_too_little_or_no_size() -> None:
+    with pytest.raises(PlanError, match=r"8 ranks of 1 GiB can't train the model: weights, .* alone take 1\.\d+ GiB"):
+        proposed(unplayed, "1GiB")
     with pytest.raises(PlanError, match=r"--memory: .*; write for example --memory 64GiB"):
-        proposed("a lot")
-    assert proposed("64GiB", "mesh.tp=4", "mesh.dp_shard=2", "data.sequence_length=64").mesh.axes["tp"] == 4
+        proposed(unplayed, "a lot")
+
+
+def test_the_file_says_what_a_rank_needs_or_why_that_is_not_known() -> None:
+    overrides = [*SWEEP.assignments("LlamaConfig"), "fsdp.offload=true"]
+    known = proposal_of("LlamaConfig", 2, play=unplayed, assignments=overrides)
+    head = plan_text(known, memory="1GiB").partition("\n\n")[0].replace("\n# ", " ")
+    assert "of 1GiB on each of 2 ranks for weights, gradients and optimizer states, counted from shapes" in head
+    assert "can't be played without memory. an operator has no kernel on meta" in head
+    played = Estimate(3 * 2**20, {"weights": 2**20, "saved": 2**21, "temporary": 0, "host": 2**30})
+    text = plan_text(dataclasses.replace(known, estimate=played))
+    told = "3 MiB at the peak of a step, on the fullest of 2 ranks: weights 1 MiB, saved 2 MiB, and 1 GiB of the host's"
+    assert told in text.replace("\n# ", " ")
+    assert all(line.startswith("# ") for line in text.partition("\n\n")[0].splitlines())
+    assert ParallelPlan.from_dict(tomllib.loads(text)) == known.plan
 
 
 def test_the_command(tmp_path, monkeypatch):
@@ -70,7 +101,10 @@ def test_the_command(tmp_path, monkeypatch):
     done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == 0 and "is written; next: hyper-parallel lint" in done.output
     assert "data.paths or train --data names other text" in out.read_text()
-    assert "# About" in out.read_text() and "lr = 2e-05" in out.read_text()
+    peak = size(dry_run(ParallelPlan.from_toml(out)).peak)
+    assert out.read_text().startswith(f"# {peak} at the peak of a step, on the fullest of 2 ranks: weights ")
+    assert "lr = 2e-05" in out.read_text()
+    monkeypatch.setattr(hp_plan, "dry_run", unplayed)
     assert CliRunner().invoke(cli.app, ["lint", str(out)]).exit_code == 0
     assert tomllib.loads(out.read_text())["model"]["path"] == str(tmp_path / "model")
     again = CliRunner().invoke(cli.app, arguments)
@@ -80,8 +114,8 @@ def test_the_command(tmp_path, monkeypatch):
     nothing = CliRunner().invoke(cli.app, ["init", "--model", "llama", "--ranks", "2"])
     assert nothing.exit_code == 1 and "'llama' is no folder here" in nothing.output
     with pytest.raises(PlanError, match="give a folder with a config.json, or such as LlamaConfig"):
-        proposal_of("llama", 2)
-    assert proposal_of("LlamaConfig", 2).plan.mesh.world_size == 2
+        proposal_of("llama", 2, play=unplayed)
+    assert proposal_of("LlamaConfig", 2, play=unplayed).plan.mesh.world_size == 2
     assert CliRunner().invoke(cli.app, [*arguments[:-1], str(tmp_path / "another.toml")]).exit_code == 0
     monkeypatch.chdir(tmp_path)
     Path("plans").mkdir()

@@ -17,7 +17,7 @@ from hp_plan.reading.overrides import Setting, override, settings
 from hp_plan.structure.model_source import vocabulary
 from hp_plan.structure.outline import positions
 from hp_plan.structure.style_tables import style_notes
-from hp_plan.tuning.proposal import Estimate, Proposal, propose
+from hp_plan.tuning.proposal import Estimate, Play, Proposal, propose
 from hp_plan.tuning.search import NothingFits, Tuned, tuned_text
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "tuned_text",
     "Estimate",
     "Outlook",
+    "Play",
     "Proposal",
     "Report",
     "Setting",

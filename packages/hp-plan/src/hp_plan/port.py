@@ -42,10 +42,6 @@ class Models(Protocol):
         """Make inputs of this shape, whose values nothing reads."""
         ...
 
-    def saved_bytes(self, model: Module, length: int, width: int) -> tuple[int, int] | None:
-        """Count what backward needs of a sample: bytes of hidden states, and of the rest; None if unknown."""
-        ...
-
     def replicate_rest(self, model: Module, mesh: DeviceMesh) -> None:
         """Turn the parameters that no style has sharded into replicated DTensors."""
         ...

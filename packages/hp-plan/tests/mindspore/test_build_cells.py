@@ -23,7 +23,7 @@ from hp_plan import (
     tune,
     verify,
 )
-from hp_plan.extend import examine, style_notes
+from hp_plan.extend import examine, propose, style_notes
 from hp_plan.mindspore.build import build_empty
 from hp_plan.mindspore.models import named_parameters, outline
 from hp_plan.sections import schedule_factor
@@ -370,3 +370,8 @@ def test_dry_runs_are_refused_by_name():
     }.items():
         with pytest.raises(NotImplementedError, match=f"{name}: .*MindSpore has none. .*HYPER_PARALLEL_PLATFORM=torch"):
             ask()
+
+
+def test_a_proposal_says_that_it_was_not_played():
+    estimate = propose(tables(), 2, play=dry_run).estimate
+    assert "MindSpore has none" in estimate.unplayed and estimate.total > 0 and not estimate.by_kind

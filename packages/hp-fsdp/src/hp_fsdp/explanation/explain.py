@@ -10,7 +10,16 @@ from typing import Any
 
 from hp_dtensor.extend import text_table
 from hp_fsdp import port
-from hp_fsdp.explanation.memory import Event, GroupFacts, MemoryPoint, MemoryRow, memory_timeline, simulate
+from hp_fsdp.explanation.memory import (
+    DryRank,
+    Event,
+    GroupFacts,
+    MemoryPoint,
+    MemoryRow,
+    memory_timeline,
+    simulate,
+    with_dry_run,
+)
 from hp_fsdp.explanation.timeline import Span, Timeline, TraceEvent, timeline_of
 from hp_fsdp.groups.managed_params import group_of, groups_in
 
@@ -194,7 +203,11 @@ class Explanation:
             [g.name, str(g.parameters), _size(g.shard_bytes), _size(g.gathered_bytes), _when(g)] for g in self.groups
         ]
         events = [[e.phase, e.kind, e.group, _size(e.unsharded), _size(e.gradients)] for e in self.events]
+        heads = ["kind", "predicted", "measured"]
         memory = [[row.kind, _size(row.predicted), _size(row.measured)] for row in self.memory]
+        if any(row.dry_run is not None for row in self.memory):
+            heads.append("dry run")
+            memory = [[*cells, _size(row.dry_run)] for cells, row in zip(memory, self.memory, strict=True)]
         order = "as the last step ran" if self.recorded else "as modules are registered: no step was run yet"
         return "\n".join(
             [
@@ -203,7 +216,7 @@ class Explanation:
                 text_table(["phase", "what", "group", "unsharded", "gradients"], events),
                 *([] if self.timeline is None else ["Its times:", str(self.timeline)]),
                 "Peak memory of this rank:",
-                text_table(["kind", "predicted", "measured"], memory),
+                text_table(heads, memory),
                 *(f"{row.kind}: {row.remark}" for row in self.memory if row.remark),
             ]
         )
@@ -257,6 +270,7 @@ def explain(
     optimizer: Any = None,
     inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     activations: Any = None,
+    dry_run: DryRank | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Explanation:
     """Describe the groups of a model, the events of a step in order, and the memory they take, by kind.
@@ -278,11 +292,14 @@ def explain(
             PyTorch only.
             Default: no prediction.
         activations: the result of `watch_activations`. PyTorch only. Default: not measured.
+        dry_run: this rank's report of a dry run, `hp_plan.dry_run(plan, rank=rank, memory=True).ranks[0]`, to be shown
+            beside what is measured. Default: none.
         path: file to write the step to: a chrome trace (.json), or a picture of the time line (.png, .svg, .pdf).
             Default: none.
 
     Raises:
-        ValueError: ``model`` is not sharded itself, or ``path`` has another suffix.
+        ValueError: ``model`` is not sharded itself, ``path`` has another suffix, or ``dry_run`` no memory over
+            the step.
         TypeError: ``inputs`` is neither a tuple nor a dict.
         NotImplementedError: activations of this model cannot be predicted: it has tensor parallel parameters, compiled
             modules, or communicates in forward; or groups of several modules. On MindSpore, ``inputs`` or
@@ -324,6 +341,7 @@ def explain(
     accumulating = {facts[id(group)].name for group in groups if not group.reduces}
     memory = memory_timeline(trace, tuple(facts.values()), accumulating=accumulating) if trace else ()
     rows = framework.memory_rows(groups, events, memory, optimizer, predicted, activations)
+    rows = rows if dry_run is None else with_dry_run(rows, dry_run)
     timeline = timeline_of(trace) if trace else None
     explanation = Explanation(tuple(facts.values()), recorded, events, tuple(rows), timeline, memory)
     if path is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from hp_fsdp.explanation.timeline import TraceEvent, last_reductions
 
@@ -88,12 +88,28 @@ class MemoryRow:
         predicted: from layouts, or from a forward without kernels; None if unknown.
         measured: from the live tensors, the last step, or the device; None if unknown.
         remark: a limit of the numbers, or the reason why there is none.
+        dry_run: what a dry run says; None without one, or of a kind that it does not tell apart.
     """
 
     kind: str
     predicted: int | None
     measured: int | None
     remark: str = ""
+    dry_run: int | None = None
+
+
+class DryRank(Protocol):
+    """A rank of a dry run, such as `hp_plan.dry_run(plan, rank=0, memory=True).ranks[0]`."""
+
+    @property
+    def memory(self) -> Mapping[str, Sequence[int]]:
+        """Bytes of each kind at each operation of a step."""
+        ...
+
+    @property
+    def peak(self) -> Any:
+        """The moment at which the memory is largest, with `live` bytes."""
+        ...
 
 
 def simulate(
@@ -228,6 +244,34 @@ def memory_timeline(
 
 
 # ---- memory by kind ----
+DEVICE_PEAK = "device peak, of all kinds"
+# "gathered" has more than unsharded parameters: it is of all buffers that are resized.
+_DRY_KINDS = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer": "states",
+    "activations": "saved",
+}
+
+
+def with_dry_run(rows: Sequence[MemoryRow], rank: DryRank) -> list[MemoryRow]:
+    """Return the rows with what a dry run says: the most of each kind in a step, and the peak of all.
+
+    Args:
+        rows: one for each kind.
+        rank: this rank's report.
+
+    Raises:
+        ValueError: it has no memory over the step.
+    """
+    if not rank.memory:
+        raise ValueError("explain: the dry run has no memory over the step: dry_run(plan, rank=0, memory=True)")
+    most = {kind: max(rank.memory[theirs], default=0) for kind, theirs in _DRY_KINDS.items()}
+    found = [replace(row, dry_run=most.get(row.kind)) for row in rows if row.kind != DEVICE_PEAK]
+    measured = next((row.measured for row in rows if row.kind == DEVICE_PEAK), None)
+    return [*found, MemoryRow(DEVICE_PEAK, None, measured, dry_run=rank.peak.live)]
+
+
 def unsharded_rows(
     groups: Sequence[Any],
     events: Sequence[Event],

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor.torch.extend import DTensor, local_view
 from hp_fsdp.explanation.memory import (
+    DEVICE_PEAK,
     BucketBytes,
     Event,
     MemoryPoint,
@@ -360,7 +361,7 @@ def memory_rows(
     ]
     devices = get_platform().devices
     if buckets and buckets[0].shard.device.type not in ("cpu", "meta"):
-        rows.append(MemoryRow("device peak, of all kinds", None, devices.peak_memory()))
+        rows.append(MemoryRow(DEVICE_PEAK, None, devices.peak_memory()))
     return rows
 
 

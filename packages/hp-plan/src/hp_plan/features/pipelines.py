@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from hp_pipeline import Costs, Order, Pipeline, Split, Trace, check, placed, simulate, split_model, synthesize
+from hp_pipeline import Costs, Order, Pipeline, Split, Trace, placed, simulate, split_model, synthesize
 from hp_pipeline.extend import Shape, SplitError, schedules
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
@@ -100,38 +100,9 @@ def choose_order(plan: ParallelPlan, model: Any) -> Choice:
     if plan.pipeline.schedule != "auto":
         shape, write = ORDERS[plan.pipeline.schedule]
         return search.choice(plan.pipeline.schedule, shape, stages, write)
-    usual = _bound(plan)
+    usual = "1f1b" if stages == plan.mesh.pp else "interleaved"
     shape, write = ORDERS[usual]
     return search.fastest(max(search.choice(usual, shape, stages, write).trace.peaks))
-
-
-def _bound(plan: ParallelPlan) -> str:
-    """Name the schedule: the plan's, or the one whose memory bounds `"auto"`."""
-    if plan.pipeline.schedule != "auto":
-        return plan.pipeline.schedule
-    return "1f1b" if stage_count(plan) == plan.mesh.pp else "interleaved"
-
-
-def held_micro_batches(plan: ParallelPlan) -> tuple[float, ...]:
-    """Return how many micro-batches each rank of `pp` holds at a time, each of all its stages.
-
-    `check` counts them; `"auto"` holds at most as many bytes as the schedule that bounds it.
-
-    Args:
-        plan: whose mesh has an axis `pp`.
-
-    Returns:
-        A number a stage, those of one rank alike: the last is of the rank that has the loss.
-    """
-    return _held(_bound(plan), plan.mesh.pp, stage_count(plan) // plan.mesh.pp, micro_batches(plan))
-
-
-@functools.lru_cache(maxsize=256)  # `propose` asks for many plans with the same pipeline
-def _held(name: str, ranks: int, chunks: int, micros: int) -> tuple[float, ...]:
-    shape, write = ORDERS[name]
-    pipeline = Pipeline(placed(shape, ranks, chunks), micros)
-    peaks = check(write(pipeline), pipeline)
-    return tuple(peaks[rank] / chunks for rank in pipeline.placement)
 
 
 class _Search:

@@ -85,10 +85,6 @@ def example(rows: int, tokens: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def saved_bytes(model: nn.Cell, length: int, width: int) -> None:
-    """Leave it to shapes: nothing here runs without values."""
-
-
 def replicate_rest(model: nn.Cell, mesh: DeviceMesh) -> None:
     """Turn the parameters that no style has sharded into replicated DTensors."""
     for _, module in named_modules(model):

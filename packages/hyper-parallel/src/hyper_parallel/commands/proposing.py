@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tomli_w
 import typer
 
+import hp_plan
 from hp_offload.extend import parse_size, size
 from hp_pipeline.extend import open_forwards
-from hp_plan import Diagnostic, ParallelPlan, PlanError
-from hp_plan.extend import Choice, Outlook, Proposal, override, propose
+from hp_plan import Diagnostic, DryReport, ParallelPlan, PlanError
+from hp_plan.extend import Choice, Estimate, Outlook, Play, Proposal, override, propose
 from hyper_parallel.commands.reporting import user_errors
 from hyper_parallel.reports.output import OutputError
 
@@ -40,12 +43,12 @@ def init(
         typer.Option("--set", metavar="KEY=VALUE", help="A value that is not to be chosen; repeatable."),
     ] = None,
 ) -> None:
-    """Write a plan that lints clean: mesh, groups and micro-batches by counted memory, with the reasons as comments."""
+    """Write a plan that lints clean and fits: mesh and micro-batches by dry runs, with the reasons as comments."""
     with user_errors():
         os.environ["HF_HUB_OFFLINE"] = "1"
         if out is not None and out.exists():
             raise OutputError(f"{out} exists; remove it, or choose another file with --out")
-        proposal = proposal_of(model, ranks, memory=memory, assignments=assignments or ())
+        proposal = proposal_of(model, ranks, play=_shown(hp_plan.dry_run), memory=memory, assignments=assignments or ())
         if out is not None:
             proposal = _beside(proposal, out)
         text = plan_text(proposal, memory=memory)
@@ -56,14 +59,27 @@ def init(
         typer.echo(f"{out} is written; next: hyper-parallel lint {out}, hyper-parallel train {out}")
 
 
+def _shown(play: Play) -> Play:
+    """Name the plans that are played, each of which takes seconds, on a terminal."""
+
+    def shown(plan: ParallelPlan) -> DryReport:
+        if sys.stderr.isatty():
+            recomputed = ", recompute" if plan.memory.recompute else ""
+            typer.echo(f"playing {plan.mesh.described}{recomputed}", err=True)
+        return play(plan)
+
+    return shown
+
+
 def proposal_of(
-    model: str, ranks: int, *, memory: str | None = None, assignments: list[str] | tuple[str, ...] = ()
+    model: str, ranks: int, *, play: Play, memory: str | None = None, assignments: list[str] | tuple[str, ...] = ()
 ) -> Proposal:
     """Choose a plan.
 
     Args:
         model: a folder, which the plan names as it is given here, or the name of a configuration class.
         ranks: their number.
+        play: plays a plan without memory.
         memory: of a rank.
         assignments: `key=value`, of what is not to be chosen.
 
@@ -87,7 +103,7 @@ def proposal_of(
         "schedule": {"kind": "cosine", "warmup_steps": 10, "final": 0.1},
         "run": {"grad_clip": 1.0, "checkpoint_every": 100},
     }
-    return propose(override(tables, assignments), ranks, memory=limit)
+    return propose(override(tables, assignments), ranks, play=play, memory=limit)
 
 
 def _beside(proposal: Proposal, out: Path) -> Proposal:
@@ -107,17 +123,9 @@ def plan_text(proposal: Proposal, *, memory: str | None = None) -> str:
         proposal: the plan and why.
         memory: of a rank, as it was given.
     """
-    estimate, reasons = proposal.estimate, {**_REASONS, **proposal.reasons}
-    parts = {"weights, gradients, optimizer states": estimate.trained, "gathered blocks": estimate.gathered}
-    if estimate.saved is not None:
-        parts["what backward needs"] = estimate.saved
-    limit = f" of {memory}" if memory is not None else ""
-    lines = [
-        f"# About {size(estimate.total)}{limit} on each of {proposal.plan.mesh.world_size} ranks, counted from shapes:",
-        f"# {', '.join(f'{name} {size(number)}' for name, number in parts.items())}.",
-        "# Workspaces of kernels and of communication come on top."
-        + ("" if estimate.saved is not None else " What backward needs of this model can't be counted."),
-    ]
+    reasons = {**_REASONS, **proposal.reasons}
+    told = _told(proposal.estimate, proposal.plan.mesh.world_size, f" of {memory}" if memory is not None else "")
+    lines = [f"# {line}" for each in told for line in textwrap.wrap(each, 94, break_long_words=False)]
     tables = proposal.tables
     if not proposal.plan.data.paths:
         lines.append("# It trains on the sources of Python's library; data.paths or train --data names other text.")
@@ -125,6 +133,23 @@ def plan_text(proposal: Proposal, *, memory: str | None = None) -> str:
         if name in tables:
             lines += _table(name, tables[name], reasons)
     return "\n".join(lines) + "\n"
+
+
+def _told(estimate: Estimate, ranks: int, limit: str) -> list[str]:
+    """Say what a rank needs, and what that leaves out."""
+    if estimate.unplayed:
+        return [
+            f"{size(estimate.total)}{limit} on each of {ranks} ranks for weights, gradients and optimizer states,"
+            " counted from shapes. What else a step takes is not known: the plan can't be played without memory.",
+            estimate.unplayed,
+        ]
+    parts = {kind: size(number) for kind, number in estimate.by_kind.items() if number}
+    host = f", and {parts.pop('host')} of the host's memory" if "host" in parts else ""
+    listed = ", ".join(f"{kind} {number}" for kind, number in parts.items())
+    return [
+        f"{size(estimate.total)}{limit} at the peak of a step, on the fullest of {ranks} ranks: {listed}{host}.",
+        "An allocator's rounding and workspaces of kernels and of communication come on top.",
+    ]
 
 
 _REASONS = {
