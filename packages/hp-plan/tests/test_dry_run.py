@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from hp_fsdp import explain
 from hp_plan import DryReport, ParallelPlan, PlanError, dry_run, fit, tune
 from hp_plan.dry.stages import StagePeers, play_stages
 from hp_plan.dry.trace import Trace
+from hp_plan.port import models
+from hp_plan.structure.memory import training_bytes
+from hp_plan.torch.build import build_empty
 from hp_plan.torch.dry.ledger import Ledger
 from hp_plan.torch.dry.likeness import Results
 from hp_plan.torch.dry.playing import Played, dry
@@ -42,7 +46,11 @@ def world(tables: dict[str, Any]) -> int:
 def test_real_ranks_measure_what_a_dry_run_says(name: str, tables: dict[str, Any]) -> None:
     close_pool(world(tables))  # ranks that ran before have tensors that a first run makes
     real = run_ranks(world(tables), measured, tables)
-    report = dry_run(ParallelPlan.from_dict(tables))
+    plan = ParallelPlan.from_dict(tables)
+    report = dry_run(plan)
+    at_once = replace(plan, run=replace(plan.run, accumulate=1))
+    bound = training_bytes(at_once, models().outline(build_empty(plan)))
+    assert bound <= report.peak, "plans are left out by it, and not played"
     assert 0 in {each.rank for each in report.ranks}
     for each in report.ranks:
         assert told(each) == real[each.rank], f"rank {each.rank} of {name}"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hp_plan
 from hp_offload.extend import size
 from hp_plan import ParallelPlan, PlanError, build_model, dry_run, lint
-from hp_plan.extend import Estimate, Play
+from hp_plan.extend import Estimate, Play, Proposal
 from hyper_parallel.commands import cli
 from hyper_parallel.commands.proposing import plan_text, proposal_of
 
@@ -53,22 +53,25 @@ def test_plans_of_families_are_played(family: str) -> None:
     assert sum(number for kind, number in estimate.by_kind.items() if kind != "host") == estimate.total
 
 
-def proposed(play: Play, memory: str, *more: str) -> ParallelPlan:
+def proposed(play: Play, memory: str, *more: str) -> Proposal:
     assignments = ["model.overrides.num_hidden_layers=4", *more]
     proposal = proposal_of("LlamaConfig", 8, play=play, memory=memory, assignments=assignments)
     assert memory in plan_text(proposal, memory=memory)
-    return proposal.plan
+    return proposal
 
 
 @pytest.mark.thorough
 def test_memory_decides() -> None:
     """Four of Llama 7B's layers in float32."""
-    assert proposed(dry_run, "64GiB").mesh.axes == {"dp_shard": 8} and not proposed(dry_run, "64GiB").memory.recompute
-    recomputed = proposed(dry_run, "6GiB")
-    assert recomputed.mesh.axes == {"dp_shard": 8} and recomputed.memory.recompute == ("model.layers.*",)
-    split = proposed(dry_run, "4GiB")
-    assert split.mesh.tp > 1 and split.mesh.world_size == 8
-    assert proposed(dry_run, "64GiB", "mesh.tp=4", "mesh.dp_shard=2", "data.sequence_length=64").mesh.axes["tp"] == 4
+    best = proposed(dry_run, "64GiB")
+    assert best.plan.mesh.axes == {"dp_shard": 8} and not best.plan.memory.recompute
+    recomputed = proposed(dry_run, f"{best.estimate.total - 1}B")
+    assert recomputed.plan.mesh.axes == {"dp_shard": 8} and recomputed.plan.memory.recompute == ("model.layers.*",)
+    split = proposed(dry_run, f"{recomputed.estimate.total - 1}B")
+    assert split.plan.mesh.tp > 1 and split.plan.mesh.world_size == 8
+    assert best.estimate.total > recomputed.estimate.total > split.estimate.total
+    given = proposed(dry_run, "64GiB", "mesh.tp=4", "mesh.dp_shard=2", "data.sequence_length=64").plan
+    assert given.mesh.axes["tp"] == 4
 
 
 def test_memory_that_is_too_little_or_no_size() -> None:
