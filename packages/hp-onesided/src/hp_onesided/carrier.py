@@ -32,13 +32,16 @@ class SharedMemory:
         core: that runs them.
         team: the ranks, as the core has them.
         members: their global ranks.
+
+    Attributes:
+        issued: collectives that were begun.
     """
 
     def __init__(self, core: Core, team: Team, members: Sequence[int]) -> None:
         self._core, self._team, self._members = core, team, members
         self._programs: dict[tuple[Any, ...], Any] = {}
         self._kept: dict[int, Any] = {}
-        self._last = 0
+        self._last = self.issued = 0
         port()  # found here, and not in a collective
 
     def takes(self, kind: str, tensor: Tensor | None, op: str) -> bool:
@@ -75,6 +78,7 @@ class SharedMemory:
         prepared = self._programs.get(key)
         if prepared is None:
             prepared = self._prepare(key)
+        self.issued += 1
         if async_op:
             return self._issue(kind, prepared, output, tensor, target, source)
         try:

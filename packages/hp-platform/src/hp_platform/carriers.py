@@ -28,7 +28,13 @@ _carriers: dict[Group, Carrier | None] = {}
 
 
 class Carrier(Protocol):
-    """Collectives of one group. What ranks call alike is taken by all of them, or by none."""
+    """Collectives of one group. What ranks call alike is taken by all of them, or by none.
+
+    Attributes:
+        issued: collectives that were begun.
+    """
+
+    issued: int
 
     def takes(self, kind: str, tensor: Tensor | None, op: str) -> bool:
         """Tell whether it does a collective.
