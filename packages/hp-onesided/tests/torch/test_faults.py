@@ -14,14 +14,13 @@ from hp_testing.pools.processes import rank_processes
 pytestmark = pytest.mark.not_on("torch-cuda", "torch-npu", "torch-npu-sim", reason="tensors are on the host here")
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+PRELOAD = ["hp_testing.torch.ranks", "hp_onesided.opening", "failing_ranks"]
 
 
 @pytest.mark.parametrize("how", ["calls", "waits"])
 def test_a_killed_rank_is_named(tmp_path, how):
-    before = shared_memory()
-    with rank_processes(failing_ranks.main, 3, str(tmp_path / "store"), how, 600.0) as (_, connections):
+    arguments = str(tmp_path / "store"), how, 600.0
+    with rank_processes(failing_ranks.main, 3, *arguments, preload=PRELOAD) as (_, connections):
         pids = [connection.recv() for connection in connections]
         os.kill(pids[1], signal.SIGKILL)
         for rank in (0, 2):
@@ -29,15 +28,16 @@ def test_a_killed_rank_is_named(tmp_path, how):
             kind, ranks, text, _ = connections[rank].recv()
             assert (kind, ranks) == ("LostRankError", (1,))
             assert text.startswith("rank 1 was lost: its process has ended")
-        maps = [Path(f"/proc/{pids[rank]}/maps").read_text() for rank in (0, 2)]
-        assert all("memfd:hp_onesided" in text for text in maps)
-    assert shared_memory() == before  # of all three, killed by now: memory without a name ends with them
+            mapped = Path(f"/proc/{pids[rank]}/maps").read_text()
+            assert mapped.count("/memfd:hp_onesided (deleted)") == 3  # without a name, it ends with the last process
+    assert not any("onesided" in name for name in os.listdir("/dev/shm"))
 
 
 @pytest.mark.parametrize("how", ["calls", "waits"])
 def test_a_stopped_rank_is_named(tmp_path, how):
     limit = 3.0
-    with rank_processes(failing_ranks.main, 3, str(tmp_path / "store"), how, limit) as (_, connections):
+    arguments = str(tmp_path / "store"), how, limit
+    with rank_processes(failing_ranks.main, 3, *arguments, preload=PRELOAD) as (_, connections):
         pids = [connection.recv() for connection in connections]
         os.kill(pids[1], signal.SIGSTOP)
         told = []

@@ -84,6 +84,8 @@ def disagreement(headers: Sequence[Sequence[int]]) -> str | None:
     for rank, words in enumerate(headers):
         if words[:2] != headers[0][:2]:
             return f"rank 0 of the group calls {Call.read(headers[0])}, rank {rank} {Call.read(words)}"
+    if headers[0][0] & 255 != _EXCHANGE:
+        return None
     calls = [Call.read(words) for words in headers]
     for sender, call in enumerate(calls):
         for receiver, count in enumerate(call.sent):

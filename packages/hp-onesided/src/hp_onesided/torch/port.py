@@ -43,15 +43,18 @@ def address(tensor: torch.Tensor) -> int:
 def reduce(target: int, parts: Sequence[int], nbytes: int, dtype: str, op: str) -> None:
     stored = getattr(torch, dtype)
     count = nbytes // stored.itemsize
+    out = _at(target, stored, count)
     first, second, *others = (_at(part, stored, count) for part in parts)
     combine, wide = _COMBINE[op], _WIDE.get(dtype, stored)
+    total = out if wide is stored and target not in parts[2:] else torch.empty(count, dtype=wide)
     with torch.no_grad():
-        total = combine(first.to(wide), second.to(wide))
+        combine(first.to(wide), second.to(wide), out=total)
         for other in others:
             combine(total, other.to(wide), out=total)
         if op == "avg":
             total.div_(len(parts))
-        _at(target, stored, count).copy_(total)
+        if total is not out:
+            out.copy_(total)
 
 
 def _at(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
