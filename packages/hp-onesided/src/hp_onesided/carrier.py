@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -70,8 +71,16 @@ class SharedMemory:
             own = port()
             target, source = own.address(output), own.address(tensor)
             if kind == "all_to_all":
-                counts = _bytes_of(tensor, sent, self._team.shape.size), _bytes_of(output, received, len(self._members))
-                key = (kind, own.dtype(tensor), "sum", 0, 0, *counts)
+                size = len(self._members)
+                key = (
+                    kind,
+                    own.dtype(tensor),
+                    op,
+                    root,
+                    0,
+                    _bytes_of(tensor, sent, size),
+                    _bytes_of(output, received, size),
+                )
             else:
                 nbytes = output.nbytes if kind == "reduce_scatter" else tensor.nbytes
                 key = (kind, own.dtype(tensor), op, root, nbytes)
@@ -79,6 +88,12 @@ class SharedMemory:
         if prepared is None:
             prepared = self._prepare(key)
         self.issued += 1
+        with port().seen(f"hp_onesided:{kind}") or nullcontext():
+            return self._go(kind, prepared, output, tensor, target, source, async_op)
+
+    def _go(
+        self, kind: str, prepared: Any, output: Any, tensor: Any, target: int, source: int, async_op: bool
+    ) -> Pending | None:
         if async_op:
             return self._issue(kind, prepared, output, tensor, target, source)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hp_platform.extend import load_port
@@ -25,6 +26,10 @@ class Port(Protocol):
 
     def address(self, tensor: Tensor) -> int:
         """Get where its values are, one after the other."""
+        ...
+
+    def seen(self, name: str) -> AbstractContextManager[Any] | None:
+        """Make a range of that name for a profiler; None where none runs."""
         ...
 
     def reduce(self, target: int, parts: Sequence[int], nbytes: int, dtype: str, op: str) -> None:

@@ -288,3 +288,11 @@ def test_gradients_do_not_see_a_collective():
     get_platform().collectives.broadcast(parameter, 0, group=dist.group.WORLD)
     product.backward()
     assert parameter.grad is not None and parameter.grad.tolist() == [2.0] * 3
+
+
+@on_ranks(2)
+def test_a_profiler_sees_a_collective():
+    tensor = torch.ones(3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        get_platform().collectives.all_reduce(tensor, group=get_platform().groups.default_group())
+    assert [each.name for each in profile.events() if each.name.startswith("hp_onesided")] == ["hp_onesided:all_reduce"]

@@ -40,6 +40,10 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
+def seen(name: str) -> torch.autograd.profiler.record_function | None:
+    return torch.autograd.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else None
+
+
 def reduce(target: int, parts: Sequence[int], nbytes: int, dtype: str, op: str) -> None:
     stored = getattr(torch, dtype)
     count = nbytes // stored.itemsize
