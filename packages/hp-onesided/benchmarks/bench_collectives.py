@@ -27,7 +27,8 @@ import torch.multiprocessing as multiprocessing
 
 from hp_onesided import core_name, opening
 from hp_onesided.opening import open_carrier
-from hp_platform import carriers, destroy_process_group, get_platform, init_process_group
+from hp_platform import destroy_process_group, get_platform, init_process_group
+from hp_platform.communication import carriers
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
 WAYS = ("gloo", "native", "thread", "python")

@@ -27,7 +27,7 @@ _OF_BOOL = {"sum": "max", "product": "min"}
 
 
 class SharedMemory:
-    """The collectives of one group; a `hp_platform.carriers.Carrier`.
+    """The collectives of one group; a `hp_platform.communication.carriers.Carrier`.
 
     Args:
         core: that runs them.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -61,7 +62,7 @@ def open_carrier(group: Group, share: Callable[[bytes], list[bytes]]) -> SharedM
     Returns:
         None, on all ranks alike, where the group's backend is to communicate.
     """
-    limit = port().limit(group) if platform_name() == "torch" else None
+    limit = port().limit(group) if platform_name() == "torch" and sys.platform == "linux" else None
     if limit is None:
         return None
     members = tuple(get_process_group_ranks(group))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import hp_platform
 from hp_platform import get_platform
-from hp_platform.carriers import carrier_of
+from hp_platform.communication.carriers import carrier_of
 
 RANKS = 3
 

@@ -18,7 +18,7 @@ from hp_onesided import core_name, opening
 from hp_onesided.carrier import SharedMemory
 from hp_onesided.cores.segment import Place
 from hp_platform import count_collectives, get_platform
-from hp_platform.carriers import carrier_of
+from hp_platform.communication.carriers import carrier_of
 from hp_platform.extend import SettingError
 from hp_testing import on_ranks
 

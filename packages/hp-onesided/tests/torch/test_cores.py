@@ -8,6 +8,7 @@ from shared_teams import CORES, team
 
 from hp_onesided.planning.headers import OPS, WIDTHS
 
+pytestmark = pytest.mark.not_on("torch-cuda", "torch-npu", "torch-npu-sim", reason="tensors are on the host here")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 SLOT = 1 << 13

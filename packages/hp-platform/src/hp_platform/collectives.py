@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_platform import groups
-from hp_platform.carriers import Carrier, carrier_of
+from hp_platform.communication.carriers import Carrier, carrier_of
 from hp_platform.communication.checks import (
     Observed,
     begin,
@@ -330,7 +330,7 @@ def barrier(group: Group | None = None) -> None:
 
 
 def _taking(kind: str, tensor: Tensor | None, op: str, group: Group) -> Carrier | None:
-    """Get the group's carrier if it takes a tensor: see Note [Carriers] in `hp_platform.carriers`."""
+    """Get the group's carrier if it takes a tensor: see Note [Carriers] in `hp_platform.communication.carriers`."""
     carrier = carrier_of(group)
     return carrier if carrier is not None and carrier.takes(kind, tensor, op) else None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from hp_platform.carriers import close_carrier, close_carriers, open_carrier
+from hp_platform.communication.carriers import close_carrier, close_carriers, open_carrier
 from hp_platform.communication.checks import (
     check_child_backend,
     check_options,

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from hp_platform.carriers import abort_carriers
+from hp_platform.communication.carriers import abort_carriers
 from hp_platform.communication.checks import observers
 from hp_platform.failures.peers import (
     Address,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hp_platform import collectives, groups
-from hp_platform.carriers import carrier_of
+from hp_platform.communication.carriers import carrier_of
 from hp_platform.devices import devices
 from hp_platform.extend import init_on_this_machine
 
