@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hp_onesided.planning.steps import KINDS
 
 OPS = ("sum", "avg", "min", "max", "product")
-DTYPES: list[str] = (
+DTYPES: Sequence[str] = (
     "float32 float64 bfloat16 float16 int8 uint8 int16 int32 int64 bool uint16 uint32 uint64 complex64 complex128"
     " complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 ).split()
