@@ -102,6 +102,10 @@ class SharedMemory:
             raise self._failed(error, kind) from None
         return None
 
+    def is_broken(self) -> bool:
+        """Tell whether a collective failed, so that the group is of no use any more."""
+        return self._core.failed()
+
     def abort(self) -> None:
         """End what runs, here and on the ranks that wait for this one; from any thread."""
         self._core.abort()

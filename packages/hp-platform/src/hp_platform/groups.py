@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from hp_platform.communication.carriers import close_carrier, close_carriers, open_carrier
+from hp_platform.communication.carriers import any_broken, close_carrier, close_carriers, open_carrier
 from hp_platform.communication.checks import (
     check_child_backend,
     check_options,
@@ -202,8 +202,8 @@ def give_up(text: str) -> None:
 
 
 def is_broken() -> bool:
-    """Return True in a process that has called `disconnect` or `give_up`: its groups communicate no more."""
-    return _registry.broken
+    """Return True where groups communicate no more: after `disconnect`, `give_up`, or a collective that a carrier refused."""
+    return _registry.broken or any_broken()
 
 
 def default_group() -> Group:

@@ -390,6 +390,7 @@ int hp_run(Group* group, const Program* program, char* output, const char* sourc
     return why;
 }
 
+int hp_failure(Group* group) { return group->failure; }
 uint64_t hp_finished(Group* group) { return group->finished; }
 uint32_t hp_count(Group* group) { return group->count; }
 int hp_culprit(Group* group) { return group->culprit; }

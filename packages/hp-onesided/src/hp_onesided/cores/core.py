@@ -72,6 +72,10 @@ class Core(Protocol):
         """
         ...
 
+    def failed(self) -> bool:
+        """Tell whether a collective couldn't be done, so that none can be done any more."""
+        ...
+
     def finished(self) -> int:
         """Return the number of the last program that was issued and has run, well or not."""
         ...

@@ -95,6 +95,6 @@ def _declare(core: ctypes.CDLL) -> ctypes.CDLL:
     core.hp_issue.restype = core.hp_finished.restype = number
     core.hp_count.restype = ctypes.c_uint32
     core.hp_abort.restype = core.hp_stop.restype = core.hp_free.restype = None
-    for function in (core.hp_finished, core.hp_count, core.hp_culprit, core.hp_abort, core.hp_stop, core.hp_free):
-        function.argtypes = (address,)
+    for name in ("finished", "count", "failure", "culprit", "abort", "stop", "free"):
+        getattr(core, f"hp_{name}").argtypes = (address,)
     return core

@@ -69,6 +69,10 @@ class NativeCore:
         if failure:
             raise self._error(failure)
 
+    def failed(self) -> bool:
+        """Tell whether a collective couldn't be done."""
+        return bool(self._core.hp_failure(self._group))
+
     def finished(self) -> int:
         """Return the number of programs that left the queue."""
         return self._finished(self._group)

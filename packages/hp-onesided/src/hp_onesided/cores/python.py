@@ -74,6 +74,10 @@ class PythonCore:
             if self._failed is not None and number >= self._failed[0]:
                 raise WaitError(*self._failed[1].args)
 
+    def failed(self) -> bool:
+        """Tell whether a collective couldn't be done."""
+        return self._failed is not None
+
     def finished(self) -> int:
         """Return the number of programs that left the queue."""
         return self._finished

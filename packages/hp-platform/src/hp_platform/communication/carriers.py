@@ -74,6 +74,10 @@ class Carrier(Protocol):
         """
         ...
 
+    def is_broken(self) -> bool:
+        """Tell whether a collective failed, after which each of the group's does."""
+        ...
+
     def abort(self) -> None:
         """End what any rank of the group waits in; from any thread."""
         ...
@@ -146,6 +150,11 @@ def abort_carriers() -> None:
 @functools.cache
 def _installed() -> tuple[Open, ...]:
     return tuple(each.load() for each in importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def any_broken() -> bool:
+    """Tell whether a group of this process is of no use any more."""
+    return any(carrier is not None and carrier.is_broken() for carrier in _carriers.values())
 
 
 def _share(group: Group, payload: bytes) -> list[bytes]:
