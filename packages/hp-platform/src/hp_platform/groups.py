@@ -202,7 +202,7 @@ def give_up(text: str) -> None:
 
 
 def is_broken() -> bool:
-    """Return True where groups communicate no more: after `disconnect`, `give_up`, or a collective that a carrier refused."""
+    """Return True where groups communicate no more: after `disconnect`, `give_up`, or what a carrier could not do."""
     return _registry.broken or any_broken()
 
 
