@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL | None:
     """
     try:
         return _declare(ctypes.CDLL(str(_built())))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # also where the user has no home
         _log.info("hp_onesided: no compiled core, so the one in Python is used: %s", error)
         return None
 
