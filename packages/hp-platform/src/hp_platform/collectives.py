@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_platform import groups
+from hp_platform.communication.carriers import Carrier, carrier_of
 from hp_platform.communication.checks import (
     Observed,
     begin,
@@ -85,7 +86,10 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group, async_op: bool 
     if not tensor.is_contiguous():
         raise not_contiguous("tensor", tensor)
     backend, own = _primitives()
-    divide = _check_op(op, tensor) and not backend.averages(tensor, group)
+    average = _check_op(op, tensor)
+    if (carrier := _taking("all_reduce", tensor, op, group)) is not None:
+        return _carry(carrier, "all_reduce", tensor, tensor, group, async_op, op)
+    divide = average and not backend.averages(tensor, group)
     averaged = tensor if divide else None
     return _issue(
         "all_reduce",
@@ -122,6 +126,8 @@ def all_gather(output: Tensor, tensor: Tensor, *, group: Group, async_op: bool =
     size = own.size(group)
     if output.numel() != tensor.numel() * size:
         raise gather_mismatch(output, tensor, size)
+    if (carrier := _taking("all_gather", tensor, "sum", group)) is not None:
+        return _carry(carrier, "all_gather", output, tensor, group, async_op)
     return _issue("all_gather", output, group, async_op, None, backend.all_gather, output, tensor, group, async_op)
 
 
@@ -149,7 +155,10 @@ def reduce_scatter(
     size = own.size(group)
     if tensor.numel() != output.numel() * size:
         raise scatter_mismatch(output, tensor, size)
-    divide = _check_op(op, tensor) and not backend.averages(tensor, group)
+    average = _check_op(op, tensor)
+    if (carrier := _taking("reduce_scatter", tensor, op, group)) is not None:
+        return _carry(carrier, "reduce_scatter", output, tensor, group, async_op, op)
+    divide = average and not backend.averages(tensor, group)
     averaged = output if divide else None
     return _issue(
         "reduce_scatter",
@@ -197,6 +206,8 @@ def all_to_all(
     size = own.size(group)
     received = checked_splits("output", output, output_splits, size)
     sent = checked_splits("input", tensor, input_splits, size)
+    if (carrier := _taking("all_to_all", tensor, "sum", group)) is not None:
+        return _carry(carrier, "all_to_all", output, tensor, group, async_op, "sum", received, sent)
     return _issue(
         "all_to_all", tensor, group, async_op, None, backend.all_to_all, output, tensor, received, sent, group, async_op
     )
@@ -221,6 +232,8 @@ def broadcast(tensor: Tensor, group_src: int, *, group: Group, async_op: bool = 
         raise not_contiguous("tensor", tensor)
     backend, own = _primitives()
     check_peer("group_src", group_src, own.size(group))
+    if (carrier := _taking("broadcast", tensor, "sum", group)) is not None:
+        return _carry(carrier, "broadcast", tensor, tensor, group, async_op, "sum", (), (), group_src)
     return _issue("broadcast", tensor, group, async_op, None, backend.broadcast, tensor, group_src, group, async_op)
 
 
@@ -310,7 +323,34 @@ def barrier(group: Group | None = None) -> None:
         RuntimeError: there is no default group yet.
     """
     target = groups.default_group() if group is None else group
+    if (carrier := _taking("barrier", None, "sum", target)) is not None:
+        _carry(carrier, "barrier", None, None, target, False)
+        return
     _issue("barrier", None, target, False, None, _primitives()[0].barrier, target)
+
+
+def _taking(kind: str, tensor: Tensor | None, op: str, group: Group) -> Carrier | None:
+    """Get the group's carrier if it takes a tensor: see Note [Carriers] in `hp_platform.communication.carriers`."""
+    carrier = carrier_of(group)
+    return carrier if carrier is not None and carrier.takes(kind, tensor, op) else None
+
+
+def _carry(
+    carrier: Carrier,
+    kind: str,
+    output: Tensor | None,
+    tensor: Tensor | None,
+    group: Group,
+    async_op: bool,
+    op: str = "sum",
+    received: Sequence[int] = (),
+    sent: Sequence[int] = (),
+    root: int = 0,
+) -> Handle | None:
+    """Issue a collective to a carrier, which averages by itself."""
+    larger = output if kind == "all_gather" else tensor
+    arguments = (kind, output, tensor, op, tuple(received), tuple(sent), root, async_op)
+    return _issue(kind, larger, group, async_op, None, carrier.start, *arguments)
 
 
 def _check_op(op: str, tensor: Tensor) -> bool:

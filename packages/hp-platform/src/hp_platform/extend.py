@@ -24,6 +24,7 @@ from hp_platform.failures.hangs import (
     process_state,
     send_signal,
 )
+from hp_platform.failures.listening import own_network
 from hp_platform.failures.peers import FailedRankError
 from hp_platform.groups import init_on_this_machine, own_rank, when_groups_end
 from hp_platform.platforms.launchers import (
@@ -88,6 +89,7 @@ __all__ = [
     "note_step",
     "observers",
     "open_debugger",
+    "own_network",
     "own_rank",
     "platform_name",
     "process_state",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from hp_platform.communication.carriers import any_broken, close_carrier, close_carriers, open_carrier
 from hp_platform.communication.checks import (
     check_child_backend,
     check_options,
@@ -49,6 +50,7 @@ class _Registry:
 
     def clear(self) -> None:
         """Forget all groups; the default one is gone."""
+        close_carriers()
         self.world, self.broken = None, False
         for entries in (self.by_ranks, self.options, self.created, self.numbers):
             entries.clear()
@@ -107,6 +109,7 @@ def init_process_group(
         known_groups()
         _registry.options[everyone] = pg_options
         own.meet(everyone, True)
+        open_carrier(default_group())
         return
     world = default_group()
     here: dict[str, Any] = {"backend": own.backend(world), "world_size": own.size(world), "rank": own.rank(world)}
@@ -164,6 +167,7 @@ def destroy_process_group(group: Group | None = None) -> None:
         del _registry.by_ranks[key]
         _registry.options.pop(key, None)
     _registry.numbers.pop(group, None)
+    close_carrier(group)
     own.destroy(group)
     groups_ended()
 
@@ -198,8 +202,8 @@ def give_up(text: str) -> None:
 
 
 def is_broken() -> bool:
-    """Return True in a process that has called `disconnect` or `give_up`: its groups communicate no more."""
-    return _registry.broken
+    """Return True where groups communicate no more: after `disconnect`, `give_up`, or what a carrier could not do."""
+    return _registry.broken or any_broken()
 
 
 def default_group() -> Group:
@@ -269,6 +273,7 @@ def _of(
     elif key not in _registry.options:  # the framework made it
         _registry.options[key] = None
         own.meet(key, False)
+        open_carrier(groups[key])
     check_options(pg_options, _registry.options[key], key)
     return groups[key]
 
@@ -278,6 +283,7 @@ def _make(key: tuple[int, ...], pg_options: Any, timeout: timedelta | None, grou
     _registry.created[key] += 1
     group = port().groups.create(key, number, timeout, pg_options, group_desc)
     _registry.numbers[group] = number + (len(key) == size(_registry.world))
+    open_carrier(group)
     return group
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hp_fsdp import *  # noqa: F403
     from hp_moe import *  # noqa: F403
     from hp_offload import *  # noqa: F403
+    from hp_onesided import *  # noqa: F403
     from hp_optim import *  # noqa: F403
     from hp_pipeline import *  # noqa: F403
     from hp_plan import *  # noqa: F403
@@ -29,6 +30,7 @@ PACKAGES = (
     "hp_moe",
     "hp_fsdp",
     "hp_offload",
+    "hp_onesided",
     "hp_optim",
     "hp_checkpoint",
     "hp_pipeline",

@@ -1,1 +1,1 @@
-"""Around collectives: checks before one, agreement by means of them, and who watches."""
+"""Around collectives: checks before one, what else than the backend carries them, agreement, and who watches."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from hp_platform.communication.carriers import abort_carriers
 from hp_platform.communication.checks import observers
 from hp_platform.failures.peers import (
     Address,
@@ -112,6 +113,7 @@ class _World:
     def break_up(self) -> None:
         """Break this process's connections to other ranks, but those on which they tell each other who was lost."""
         if self.world is dist.group.WORLD and can_disconnect():
+            abort_carriers()
             ports = {address.port for address in self.addresses.values()}
             break_connections(keep_ports=ports | _store_ports())
 
@@ -180,6 +182,7 @@ def leave() -> None:
 
 def disconnect() -> None:
     """Break the connections to the other ranks; not that to the store, from which they read where others listen."""
+    abort_carriers()
     ports = _store_ports()
     leave()
     break_connections(keep_ports=ports)

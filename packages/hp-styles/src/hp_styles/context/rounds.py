@@ -264,10 +264,12 @@ class Rounds(threading.local):
         open: modules that are called, from the outermost on.
         current: the round.
         follows: places whose attention follows the first of its kind, with what each expects; Note [Later attention].
+        firsts: what the first of each kind expected; where that changes, nothing follows any more.
     """
 
     def __init__(self) -> None:
         self.follows: dict[Any, Any] = {}
+        self.firsts: dict[Any, Any] = {}
         self.open: list[Any] = []
         self.current = Round()
 

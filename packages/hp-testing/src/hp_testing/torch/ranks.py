@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hp_platform import collectives, groups
+from hp_platform.communication.carriers import carrier_of
 from hp_platform.devices import devices
 from hp_platform.extend import init_on_this_machine
 
@@ -50,6 +51,9 @@ def issued() -> dict[tuple[int, ...], int]:
         for ranks, group in groups.known_groups().items():
             with contextlib.suppress(RuntimeError):  # a backend that doesn't count
                 counts[ranks] = cast(Any, group)._get_sequence_number_for_group()
+            carrier = carrier_of(group)
+            if carrier is not None:
+                counts[ranks] = counts.get(ranks, 0) + carrier.issued
     return counts
 
 

@@ -184,9 +184,13 @@ class AttentionAgreement:
             load_balance=self.group.load_balance,
             ranks=self.group.ranks,
         )
+        expected = _Expected(tuple((x.shape[1], x.shape[3], x.dtype) for x in parts))
+        if first is None and self.rounds.firsts.setdefault(kind, expected) != expected:  # it's another model's
+            self.rounds.follows.clear()
+            self.rounds.firsts = {kind: expected}
         first = self.round.kinds.setdefault(kind, _Agreed(_lengths(parts), described, part, rows))
         if (first.lengths, first.parts) == (_lengths(parts), described):
-            self.rounds.follows[place] = _Expected(tuple((x.shape[1], x.shape[3], x.dtype) for x in parts))
+            self.rounds.follows[place] = expected
         return parts, rows
 
     def _following(

@@ -1,0 +1,1 @@
+"""Memory that ranks share, and the two cores that run the steps of a collective over it: compiled, and in Python."""

@@ -1,0 +1,65 @@
+"""Tensors of PyTorch in the host's memory, by their addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hp_onesided.planning.headers import DTYPES
+
+_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+_WIDE = {"bfloat16": torch.float32, "float16": torch.float32}
+_COMBINE: dict[str, Callable[..., Any]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ANY = ctypes.c_char * 2**46  # one type for memory of all sizes: ctypes keeps each type that was made
+
+
+def limit(group: torch.distributed.ProcessGroup) -> float | None:
+    cpu = torch.device("cpu")
+    if cpu not in group._device_types or (backend := group._get_backend(cpu)).name() != "gloo":
+        return None
+    return backend.options._timeout.total_seconds()
+
+
+def dtype(tensor: torch.Tensor) -> str | None:
+    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+        return None
+    return _NAMES.get(tensor.dtype)
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def seen(name: str) -> torch.autograd.profiler.record_function | None:
+    return torch.autograd.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else None
+
+
+def reduce(target: int, parts: Sequence[int], nbytes: int, dtype: str, op: str) -> None:
+    stored = getattr(torch, dtype)
+    count = nbytes // stored.itemsize
+    out = _at(target, stored, count)
+    first, second, *others = (_at(part, stored, count) for part in parts)
+    combine, wide = _COMBINE[op], _WIDE.get(dtype, stored)
+    total = out if wide is stored and target not in parts[2:] else torch.empty(count, dtype=wide)
+    with torch.no_grad():
+        combine(first.to(wide), second.to(wide), out=total)
+        for other in others:
+            combine(total, other.to(wide), out=total)
+        if op == "avg":
+            total.div_(len(parts))
+        if total is not out:
+            out.copy_(total)
+
+
+def _at(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    return torch.frombuffer(_ANY.from_address(address), dtype=dtype, count=count)
