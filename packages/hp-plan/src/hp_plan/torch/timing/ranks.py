@@ -95,12 +95,11 @@ def _world(rank: int, ranks: int, peers: StagePeers) -> Iterator[None]:
         torch.set_num_threads(threads_of(ranks))
     else:
         devices.set_device(rank)
-    init_on_this_machine(
-        rank,
-        ranks,
-        lambda number: peers.gather(b"%d" % number, everyone) and None,
-        lambda: int(peers.gather(b"", everyone)[0]),
-    )
+
+    def announce(number: int) -> None:
+        peers.gather(b"%d" % number, everyone)
+
+    init_on_this_machine(rank, ranks, announce, lambda: int(peers.gather(b"", everyone)[0]))
     try:
         yield
         peers.gather(b"", everyone)  # what a rank sent last may still be on its way
