@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hp_plan.application import apply
 from hp_plan.checks.verification import ModuleDifference, VerifyResult
 from hp_plan.dry.report import DryReport
+from hp_plan.dry.simulated import Simulated
 from hp_plan.linting import lint
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
@@ -58,6 +59,7 @@ __all__ = [
     "ProfileSection",
     "RunSection",
     "ScheduleSection",
+    "Simulated",
     "ValidationSection",
     "VerifyResult",
     "apply",
@@ -68,13 +70,14 @@ __all__ = [
     "dry_run",
     "fit",
     "lint",
+    "simulate",
     "tune",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from hp_plan.torch.build import build_model, build_optimizer, build_parallel_model, build_schedule
-    from hp_plan.torch.dry.api import dry_run, fit, tune
+    from hp_plan.torch.dry.api import dry_run, fit, simulate, tune
     from hp_plan.torch.verify import verify
 
 __getattr__, __dir__ = lazy_exports(
@@ -86,6 +89,7 @@ __getattr__, __dir__ = lazy_exports(
         "build_schedule": "build",
         "dry_run": "dry.api",
         "fit": "dry.api",
+        "simulate": "dry.api",
         "tune": "dry.api",
         "verify": "verify",
     },

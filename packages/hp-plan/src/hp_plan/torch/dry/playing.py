@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,18 @@ from hp_platform.torch.dry import Peers, dry_world
 T = torch.Tensor
 
 
+class Reader(Protocol):
+    """What reads a step: it is entered for the step, and told of its phases."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase, "forward" or "optimizer"."""
+        ...
+
+
 class Played:
     """A plan's model and optimizer on this rank, and what is read of their steps.
 
@@ -33,17 +45,26 @@ class Played:
         plan: the plan.
         ledger: reads the steps.
         device: of the model; meta in a dry world.
+        build: builds a model under the plan; None is `apply` of one on the device.
 
     Attributes:
+        tokens: (samples, sequence length), of this rank.
         collectives: kind, bytes and global ranks of each collective of the last step.
     """
 
-    def __init__(self, plan: ParallelPlan, ledger: Ledger, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        ledger: Ledger,
+        device: torch.device,
+        build: Callable[[ParallelPlan], Any] | None = None,
+    ) -> None:
         self.plan, self.ledger = plan, ledger
 
-        def build(each: ParallelPlan) -> Any:
+        def whole(each: ParallelPlan) -> Any:
             return apply(build_model(each, device=device), each)
 
+        build = whole if build is None else build
         with ledger.knowing_host():
             self.model = build(plan)
             self.objective = build_objective(plan, build)
@@ -54,17 +75,22 @@ class Played:
         self.collectives: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
         ledger.know([*self.model.parameters(), *self.model.buffers()])
 
-    def step(self) -> None:
-        """Take a training step, as a trainer does."""
+    def step(self, reader: Reader | None = None) -> None:
+        """Take a training step, as a trainer does.
+
+        Args:
+            reader: reads it; None is the ledger.
+        """
+        reader = self.ledger if reader is None else reader
         self.collectives.clear()
         observers.append(self._observe)
         try:
-            with self.ledger as ledger:
-                ledger.begin("forward")
+            with reader:
+                reader.begin("forward")
                 self.optimizer.zero_grad()
                 loss = backward_loss(self.plan, self.model, self.tokens, objective=self.objective)
                 norm = clip_gradients(self.model, self.plan.run.grad_clip)
-                ledger.begin("optimizer")
+                reader.begin("optimizer")
                 self.optimizer.step()
                 del loss, norm
         finally:
@@ -115,7 +141,7 @@ def without_collector() -> Iterator[None]:
 
 
 @contextmanager
-def _own_host_memory() -> Iterator[None]:
+def own_host_memory() -> Iterator[None]:
     """Let no run have the buffers that another swapped to."""
     manager = SwapManager()
     manager.release_host_memory()
@@ -148,7 +174,7 @@ def dry(
         read: what the ledger reads beside storages: `kernels`, `modules`.
     """
     world = dry_world(plan.mesh.world_size, rank, peers=peers, backend=backend)
-    with world, without_collector(), forced_routes(routes), unguarded(), _own_host_memory():
+    with world, without_collector(), forced_routes(routes), unguarded(), own_host_memory():
         ledger = Ledger(("meta", "cpu"), **read)
         played = Played(plan, ledger, torch.device("meta"))
         for number in range(steps):
