@@ -272,7 +272,7 @@ def test_no_code_asks_whether_its_world_is_dry() -> None:
     """The port answers; what it answers for may not depend on the question."""
     packages = Path(__file__).parents[2]
     plays = ("hp_plan/dry/", "hp_plan/torch/dry/", "hp_plan/torch/timing/", "hp_plan/__init__.py", "/commands/")
-    own = ("hp_platform/torch/dry.py", *plays)
+    own = ("hp_platform/torch/dry/", *plays)
     asking = [
         str(path)
         for path in packages.glob("*/src/**/*.py")

@@ -886,7 +886,7 @@ ELSEWHERE = {
         *("folders:_config_of", "folders:_difference", "folders:_differences"),
         *("folders:check_fit", "folders:check_folder"),
     ),
-    "test_model_folders.py::test_buffers_of_a_constructor_alone_need_the_configuration": ("build:_compute_buffers",),
+    "test_model_folders.py::test_buffers_of_a_constructor_alone_need_the_configuration": ("build:compute_buffers",),
 }
 
 

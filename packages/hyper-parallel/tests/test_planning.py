@@ -79,3 +79,26 @@ def test_a_probed_machine_is_one_that_plans_are_compared_with(plan: str, capsys:
     assert "has for a plan" in capsys.readouterr().out
     assert command("dryrun", plan, "--hardware", "h100") == 1
     assert "did you mean 'h100-8'" in capsys.readouterr().err
+
+
+def test_train_simulates_a_rank_of_a_cluster(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    simulated = ("train", plan, "--simulate-ranks", "64")
+    assert command(*simulated, "--rank", "3", "--steps", "2", "--hardware", "h100-8", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["rank"], told["world_size"], told["steps"], told["hardware"]) == (3, 64, 1, "h100-8")
+    assert told["peak"] > 0 and told["measured"]["cpu"] > 0 and not Path("runs").exists()
+    for option in (
+        ("--resume", "auto"),
+        ("--until", "3"),
+        ("--out", "here"),
+        ("--data", "text"),
+        ("--nproc", "2"),
+        ("--weights", "w.safetensors"),
+        ("--debug-rank", "0"),
+    ):
+        assert command(*simulated, *option) == 1
+        assert f"{option[0]} does not go with --simulate-ranks" in capsys.readouterr().err
+    assert command("train", plan, "--rank", "3") == 1
+    assert "--rank and --hardware are of --simulate-ranks" in capsys.readouterr().err
+    assert command(*simulated, "--steps", "1") == 1
+    assert "takes 2 steps or more" in capsys.readouterr().err

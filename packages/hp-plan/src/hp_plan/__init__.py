@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hp_plan.application import apply
 from hp_plan.checks.verification import ModuleDifference, VerifyResult
 from hp_plan.dry.report import DryReport
+from hp_plan.dry.simulated import Simulated
 from hp_plan.linting import lint
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
@@ -60,6 +61,7 @@ __all__ = [
     "ProfileSection",
     "RunSection",
     "ScheduleSection",
+    "Simulated",
     "ValidationSection",
     "VerifyResult",
     "apply",
@@ -71,13 +73,14 @@ __all__ = [
     "fit",
     "lint",
     "probe",
+    "simulate",
     "tune",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from hp_plan.torch.build import build_model, build_optimizer, build_parallel_model, build_schedule
-    from hp_plan.torch.dry.api import dry_run, fit, probe, tune
+    from hp_plan.torch.dry.api import dry_run, fit, probe, simulate, tune
     from hp_plan.torch.verify import verify
 
 __getattr__, __dir__ = lazy_exports(
@@ -90,6 +93,7 @@ __getattr__, __dir__ = lazy_exports(
         "dry_run": "dry.api",
         "fit": "dry.api",
         "probe": "dry.api",
+        "simulate": "dry.api",
         "tune": "dry.api",
         "verify": "verify",
     },

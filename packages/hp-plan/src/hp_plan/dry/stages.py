@@ -55,6 +55,86 @@ class StagePeers:
         return self._connection.recv()
 
 
+@dataclass(frozen=True)
+class Said:
+    """What a stage said and heard, in order.
+
+    Attributes:
+        gathers: the ranks, what this stage said, and what each of them did.
+        messages: (rank, tag, content) of those that it received.
+    """
+
+    gathers: list[tuple[tuple[int, ...], bytes, list[bytes]]] = field(default_factory=list)
+    messages: list[tuple[int, int, bytes]] = field(default_factory=list)
+
+
+class Listening:
+    """Peers that note what is said.
+
+    Args:
+        peers: who say it.
+
+    Attributes:
+        said: what was.
+    """
+
+    def __init__(self, peers: StagePeers) -> None:
+        self._peers, self.said = peers, Said()
+
+    def gather(self, payload: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """Return what each of some ranks says."""
+        told = self._peers.gather(payload, ranks)
+        self.said.gathers.append((tuple(ranks), payload, told))
+        return told
+
+    def send(self, payload: bytes, rank: int, tag: int) -> None:
+        """Give a message to a rank."""
+        self._peers.send(payload, rank, tag)
+
+    def receive(self, rank: int, tag: int) -> bytes:
+        """Wait for a message of a rank."""
+        payload = self._peers.receive(rank, tag)
+        self.said.messages.append((rank, tag, payload))
+        return payload
+
+
+class Repeating:
+    """Peers that are not there, and say once more what they said.
+
+    A rank that said what this one did says what this one says now, which may be another number of the same kind.
+
+    Args:
+        said: what was said.
+    """
+
+    def __init__(self, said: Said) -> None:
+        self._gathers, self._messages = deque(said.gathers), deque(said.messages)
+
+    def gather(self, payload: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """Return what each of some ranks said."""
+        asked, own, told = self._gathers.popleft() if self._gathers else ((), b"", [])
+        if asked != tuple(ranks) or len(own) != len(payload):
+            raise self._otherwise(f"ranks {list(ranks)} say {len(payload)} bytes", f"ranks {list(asked)} {len(own)}")
+        return [payload if each == own else each for each in told]
+
+    def send(self, payload: bytes, rank: int, tag: int) -> None:
+        """Forget the message."""
+
+    def receive(self, rank: int, tag: int) -> bytes:
+        """Return the message of a rank."""
+        sender, number, payload = self._messages.popleft() if self._messages else (-1, -1, b"")
+        if (sender, number) != (rank, tag):
+            raise self._otherwise(f"rank {rank} sends message {tag}", f"rank {sender} message {number}")
+        return payload
+
+    @staticmethod
+    def _otherwise(now: str, before: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"a stage of a pipeline can't be played by itself here: {now}, where in the dry run {before}; its program"
+            " depends on values"
+        )
+
+
 @dataclass
 class _Exchange:
     """What is on its way between stages.

@@ -309,7 +309,7 @@ def finish(model: Any, plan: ParallelPlan) -> Any:
     if not plan.model.folder_has_weights:
         return _drawn(model, plan.run.seed, torch.device(device))
     materialize(model, torch.device(device))
-    _compute_buffers(model)
+    compute_buffers(model)
     folder = str(plan.model.path)
     # Of the whole model: this rank may have stages.
     _read_shards(model, folder, _shards(build_empty(without_adapter(plan)), folder))
@@ -433,8 +433,11 @@ def _place(entry: Entry) -> tuple[str, int]:
     return min(((chunk.file, chunk.offset) for chunk in entry.chunks), default=(entry.file, entry.offset))
 
 
-def _compute_buffers(model: nn.Module) -> None:
-    """See Note [Buffers are computed again].
+def compute_buffers(model: nn.Module) -> None:
+    """Compute the buffers of a model of transformers that no file has: Note [Buffers are computed again].
+
+    Args:
+        model: with memory; under a plan, or this rank's stages of it.
 
     Raises:
         PlanError: a buffer that is still as it was.

@@ -114,11 +114,30 @@ def train(
         int | None,
         typer.Option(min=0, help="Give this rank the terminal at breakpoint() and where it fails.", show_default=False),
     ] = None,
+    simulate_ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Run one rank of so many here, and measure it.", show_default=False),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="The rank of --simulate-ranks; by default 0.", show_default=False)
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="The network of --simulate-ranks, as of tune.", show_default=False),
+    ] = None,
     assignments: Set = None,
     json_lines: Json = False,
 ) -> None:
     """Train the plan's model; starts the ranks, or joins them when torchrun or msrun has started this."""
     with user_errors():
+        if simulate_ranks is not None:
+            needs_ranks = {"--resume": resume != "no", "--until": until, "--out": out, "--data": data}
+            needs_ranks |= {"--nproc": nproc, "--weights": weights, "--debug-rank": debug_rank is not None}
+            options: dict[str, Any] = {"rank": rank, "hardware": hardware, "steps": steps, "without": needs_ranks}
+            planning.simulate_rank(plan, simulate_ranks, **options, assignments=assignments, json_lines=json_lines)
+            return
+        if rank is not None or hardware is not None:
+            raise SettingError("--rank and --hardware are of --simulate-ranks, which is not given")
         if resume != "no" and out is None:
             raise SettingError("--resume needs the folder of the run: name it with --out")
         tables = read_tables(plan, assignments)

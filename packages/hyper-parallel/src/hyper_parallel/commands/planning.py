@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ import typer
 import hp_plan
 from hp_plan import PlanError
 from hp_plan.extend import Tuned, draw_memory, tuned_text
-from hp_platform.extend import SettingError
+from hp_platform.extend import SettingError, inside_launcher
 from hyper_parallel.commands.plans import Json, PlanFile, Set, checked_anywhere, read_tables, set_environment
 from hyper_parallel.commands.reporting import user_errors
 from hyper_parallel.reports.output import replace_text
@@ -32,7 +32,7 @@ def _advised() -> Iterator[None]:
         yield
     except PlanError:
         raise
-    except (NotImplementedError, ValueError) as error:
+    except (NotImplementedError, ValueError, MemoryError) as error:
         raise SettingError(str(error)) from error
 
 
@@ -113,6 +113,45 @@ def fit_plan(
         typer.echo(json.dumps(told) if json_lines else str(found))
         if found.value is None:
             raise typer.Exit(1)
+
+
+def simulate_rank(
+    plan: Path,
+    ranks: int,
+    *,
+    rank: int | None,
+    hardware: str | None,
+    steps: int | None,
+    without: Mapping[str, Any],
+    assignments: Sequence[str] | None,
+    json_lines: bool,
+) -> None:
+    """Run one rank of a plan on this machine, and print what it takes.
+
+    Args:
+        plan: its file.
+        ranks: of the plan.
+        rank: the one to run; None is 0.
+        hardware: whose network prices the messages; None goes by the device.
+        steps: how many; None is 5.
+        without: values of options that need all ranks or the plan's data, by name.
+        assignments: of the command line.
+        json_lines: print JSON.
+
+    Raises:
+        SettingError: one of these options is given, or a launcher has started this process.
+    """
+    given = [name for name, value in without.items() if value]
+    if given:
+        raise SettingError(f"{given[0]} does not go with --simulate-ranks: one rank is run, on random tokens")
+    if inside_launcher():
+        raise SettingError("--simulate-ranks runs one rank in one process: start it without torchrun")
+    with _advised():
+        tables = read_tables(plan, assignments)
+        set_environment(tables, plan)
+        options: dict[str, Any] = {} if steps is None else {"steps": steps}
+        found = hp_plan.simulate(checked_anywhere(tables), ranks=ranks, rank=rank or 0, hardware=hardware, **options)
+        typer.echo(json.dumps(found.as_json()) if json_lines else str(found))
 
 
 def tune_plan(

@@ -28,6 +28,15 @@ def fit(plan: Any, **options: Any) -> NoReturn:
     raise NotImplementedError(_TORCH_ONLY.format("fit"))
 
 
+def simulate(plan: Any, **options: Any) -> NoReturn:
+    """Refuse, as `dry_run`.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(_TORCH_ONLY.format("simulate"))
+
+
 def tune(plan: Any, **options: Any) -> NoReturn:
     """Refuse, as `dry_run`.
 

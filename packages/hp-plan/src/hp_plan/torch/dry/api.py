@@ -1,4 +1,4 @@
-"""The public side: a plan's distinct ranks, each played in a process without memory."""
+"""The public side: ranks of a plan, each played in a process of its own, without memory or on this device."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from hp_moe.extend import skewed
 from hp_offload.extend import parse_size
 from hp_plan.dry.report import DryReport, RankReport
+from hp_plan.dry.simulated import Simulated, check_bubble, estimate
 from hp_plan.dry.stages import StagePeers, play_stages
 from hp_plan.dry.trace import Trace
 from hp_plan.linting import examine
@@ -26,6 +27,7 @@ from hp_plan.sections import MeshSection
 from hp_plan.torch.build import build_empty
 from hp_plan.torch.dry.playing import dry
 from hp_plan.torch.dry.reading import report_of
+from hp_plan.torch.dry.simulating import listen, simulate_rank
 from hp_plan.torch.timing.kernels import time_kernels
 from hp_plan.torch.timing.probing import probe
 from hp_plan.torch.timing.ranks import check_devices, on_ranks, ranks_here, threads_of, time_steps
@@ -112,8 +114,8 @@ def _play(
     if plan.memory.budget is not None:
         raise PlanError([_BUDGET])
     mesh = plan.mesh
-    if rank is not None and not 0 <= rank < mesh.world_size:
-        raise ValueError(f"dry_run: rank {rank} is none of {mesh.world_size} ranks, 0 to {mesh.world_size - 1}")
+    if rank is not None:
+        _check_rank("dry_run", rank, mesh)
     across = mesh.world_size // mesh.pp  # ranks of a stage: pp is the outermost axis
     columns = [0 if rank is None else rank % across]
     reports: list[RankReport] = []
@@ -124,6 +126,11 @@ def _play(
         if rank is None and len(columns) == 1 and across > 1 and any(each.uneven for each in reports):
             columns.append(across - 1)
     return DryReport(mesh.described, mesh.world_size, tuple(sorted(reports, key=lambda each: each.rank)))
+
+
+def _check_rank(name: str, rank: int, mesh: MeshSection) -> None:
+    if not 0 <= rank < mesh.world_size:
+        raise ValueError(f"{name}: rank {rank} is none of {mesh.world_size} ranks, 0 to {mesh.world_size - 1}")
 
 
 def stage_of(mesh: MeshSection, rank: int) -> int:
@@ -173,6 +180,79 @@ def spread_over(plan: ParallelPlan, ranks: int) -> ParallelPlan:
     shards = ranks // others
     samples: Any = plan.data.batch_size // mesh.dp_shard * shards
     return replace(plan, mesh=replace(mesh, dp_shard=shards), data=replace(plan.data, batch_size=samples))
+
+
+def simulate(
+    plan: ParallelPlan,
+    *,
+    ranks: int | None = None,
+    rank: int = 0,
+    hardware: Hardware | str | None = None,
+    steps: int = 5,
+    routes: float = 1.0,
+) -> Simulated:
+    """Run a rank of a cluster on this machine's device: its compute and memory are measured, its messages priced.
+
+    The rank's kernels run, on its part of the model and of the batch. Each message is played by a copy on the device,
+    as if the other ranks held what this one does, whose seconds are left out; so tokens, weights and losses mean
+    nothing. With pp the other stages are played without memory first, for what they say. Weights of models of
+    transformers are drawn, and not read. On a CPU a rank has one core.
+
+    Example:
+        >>> print(simulate(ParallelPlan.from_toml("plan.toml"), ranks=64, hardware="h100-8"))
+
+    Args:
+        plan: the plan.
+        ranks: as `dry_run` takes it.
+        rank: the one to run.
+        hardware: the machine whose network prices the messages, or its name or file, see `Hardware.load`. None is
+            "h100-8" on CUDA, "910b-8" on an NPU and "cpu" on a CPU.
+        steps: how many, of which the first is not counted; three more go before them, to count bytes and messages.
+        routes: as `dry_run` takes it.
+
+    Raises:
+        PlanError: as `dry_run`, or of a schedule whose bubble has no formula.
+        ValueError: no such rank, fewer than 2 steps, or hardware that is not known or lacks the plan's dtype; or the
+            steps made a weight that is not finite.
+        MemoryError: the device's memory does not suffice.
+    """
+    if ranks is not None:
+        plan = spread_over(plan, ranks)
+    skewed(routes)
+    mesh, kind = plan.mesh, get_platform().devices.kind
+    _check_rank("simulate", rank, mesh)
+    if steps < 2:
+        raise ValueError(f"simulate: takes 2 steps or more, of which the first is not counted, got {steps}")
+    check_bubble(plan)
+    if plan.memory.budget is not None:
+        raise PlanError([_BUDGET])
+    named = {"cuda": "h100-8", "npu": "910b-8"}.get(kind, "cpu") if hardware is None else hardware
+    machine = Hardware.load(named) if isinstance(named, str) else named
+    machine.rate(plan.fsdp.param_dtype or plan.run.dtype)
+    place, said = functools.partial(stage_of, mesh), None
+    own, across = stage_of(mesh, rank), mesh.world_size // mesh.pp
+    if mesh.pp > 1:
+        stages = {stage: (plan, stage * across + rank % across, steps, routes) for stage in range(mesh.pp)}
+        said = play_stages(listen, stages, place, preload=_PRELOAD)[own]
+    try:
+        played = play_stages(simulate_rank, {own: (plan, rank, steps, routes, said)}, place, preload=_PRELOAD)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"simulate: rank {rank} needs more memory than the device has: {error}") from error
+    device, measured, allocated, report = played[own]
+    communication, seconds = estimate(plan, report.trace, measured, machine)
+    return Simulated(
+        mesh=mesh.described,
+        world_size=mesh.world_size,
+        device=device,
+        steps=steps - 1,
+        measured=measured,
+        peak=report.peak.live if allocated is None else allocated,
+        allocated=allocated is not None,
+        hardware=machine.name,
+        communication=communication,
+        seconds=seconds,
+        report=report,
+    )
 
 
 def fit(

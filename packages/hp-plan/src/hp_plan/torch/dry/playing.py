@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,23 +26,49 @@ from hp_platform.torch.dry import Peers, dry_world
 T = torch.Tensor
 
 
+class Reader(Protocol):
+    """What reads a step: it is entered for the step, and told of its phases."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase, "forward" or "optimizer"."""
+        ...
+
+
+class _Nobody:
+    """Reads nothing."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def begin(self, phase: str) -> None: ...
+
+
 class Training:
     """A plan's model and optimizer on this rank, and its steps.
 
     Args:
         plan: the plan.
         device: of the model; meta in a dry world.
+        build: makes this rank's part of a plan's model; None is `apply` of `build_model`.
 
     Attributes:
         tokens: this rank's samples, zeros.
     """
 
-    def __init__(self, plan: ParallelPlan, device: torch.device) -> None:
+    def __init__(
+        self, plan: ParallelPlan, device: torch.device, build: Callable[[ParallelPlan], Any] | None = None
+    ) -> None:
         self.plan = plan
 
-        def build(each: ParallelPlan) -> Any:
+        def whole(each: ParallelPlan) -> Any:
             return apply(build_model(each, device=device), each)
 
+        build = whole if build is None else build
         self.model = build(plan)
         self.objective = build_objective(plan, build)
         self.optimizer = build_optimizer(plan, self.model.named_parameters())
@@ -50,17 +76,21 @@ class Training:
         length = plan.data.sequence_length
         self.tokens = torch.zeros(rows.stop - rows.start, length, dtype=torch.int64, device=device)
 
-    def step(self) -> None:
-        """Take a training step, as a trainer does."""
-        self.optimizer.zero_grad()
-        loss = backward_loss(self.plan, self.model, self.tokens, objective=self.objective)
-        norm = clip_gradients(self.model, self.plan.run.grad_clip)
-        self.before_update()
-        self.optimizer.step()
-        del loss, norm
+    def step(self, reader: Reader | None = None) -> None:
+        """Take a training step, as a trainer does.
 
-    def before_update(self) -> None:
-        """Note that all gradients are there."""
+        Args:
+            reader: reads it; None is nobody.
+        """
+        reader = _Nobody() if reader is None else reader
+        with reader:
+            reader.begin("forward")
+            self.optimizer.zero_grad()
+            loss = backward_loss(self.plan, self.model, self.tokens, objective=self.objective)
+            norm = clip_gradients(self.model, self.plan.run.grad_clip)
+            reader.begin("optimizer")
+            self.optimizer.step()
+            del loss, norm
 
 
 class Played(Training):
@@ -70,32 +100,37 @@ class Played(Training):
         plan: the plan.
         ledger: reads the steps.
         device: of the model; meta in a dry world.
+        build: makes this rank's part of a plan's model; None is `apply` of `build_model`.
 
     Attributes:
         collectives: kind, bytes and global ranks of each collective of the last step.
     """
 
-    def __init__(self, plan: ParallelPlan, ledger: Ledger, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        ledger: Ledger,
+        device: torch.device,
+        build: Callable[[ParallelPlan], Any] | None = None,
+    ) -> None:
         self.ledger = ledger
         with ledger.knowing_host():
-            super().__init__(plan, device)
+            super().__init__(plan, device, build)
         self.collectives: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
         ledger.know([*self.model.parameters(), *self.model.buffers()])
 
-    def step(self) -> None:
-        """Take a training step, as a trainer does."""
+    def step(self, reader: Reader | None = None) -> None:
+        """Take a training step, as a trainer does.
+
+        Args:
+            reader: reads it; None is the ledger.
+        """
         self.collectives.clear()
         observers.append(self._observe)
         try:
-            with self.ledger as ledger:
-                ledger.begin("forward")
-                super().step()
+            super().step(self.ledger if reader is None else reader)
         finally:
             observers.remove(self._observe)
-
-    def before_update(self) -> None:
-        """Begin the optimizer's phase."""
-        self.ledger.begin("optimizer")
 
     def _observe(self, kind: str, size: int, group: Any) -> None:
         self.collectives[kind, size, tuple(get_platform().groups.get_process_group_ranks(group))] += 1
@@ -142,7 +177,7 @@ def without_collector() -> Iterator[None]:
 
 
 @contextmanager
-def _own_host_memory() -> Iterator[None]:
+def own_host_memory() -> Iterator[None]:
     """Let no run have the buffers that another swapped to."""
     manager = SwapManager()
     manager.release_host_memory()
@@ -175,7 +210,7 @@ def dry(
         read: what the ledger reads beside storages: `kernels`, `modules`.
     """
     world = dry_world(plan.mesh.world_size, rank, peers=peers, backend=backend)
-    with world, without_collector(), forced_routes(routes), unguarded(), _own_host_memory():
+    with world, without_collector(), forced_routes(routes), unguarded(), own_host_memory():
         ledger = Ledger(("meta", "cpu"), **read)
         played = Played(plan, ledger, torch.device("meta"))
         for number in range(steps):

@@ -93,27 +93,52 @@ def dry_world(size: int, rank: int, *, peers: Peers | None = None, backend: str 
     Raises:
         RuntimeError: there is a world of processes already.
     """
+    spoken = spoken_collectives(Alike() if peers is None else peers, backend)
+    with alone_in_world(size, rank, spoken, _devices()), _kernels_without_memory(), _Values(), _without_autocast():
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+
+@contextlib.contextmanager
+def alone_in_world(size: int, rank: int, played: Any, own: Any) -> Iterator[None]:
+    """Make process groups of which no other rank is there.
+
+    Args:
+        size: number of ranks of the world.
+        rank: this process's.
+        played: the port's collectives meanwhile.
+        own: the port's devices meanwhile.
+
+    Raises:
+        RuntimeError: there is a world of processes already.
+    """
     if groups.is_initialized():
         raise RuntimeError(
             "a dry world can't begin in a process that has a process group: run it before init_process_group, or in a"
             " process of its own"
         )
-    spoken = Alike() if peers is None else peers
     before = port.collectives, port.devices
-    library = torch.library.Library("aten", "IMPL")
     groups.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        port.collectives, port.devices = _collectives(spoken, backend), _devices()
+        port.collectives, port.devices = played, own
         checked.renew()
-        _register_attention(library)
-        _register_grouped_products(library)
-        with _Values(), _without_autocast(), torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
         port.collectives, port.devices = before
         checked.renew()
-        library._destroy()
         groups.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _kernels_without_memory() -> Iterator[None]:
+    """Give the meta device kernels that torch has for others alone."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        _register_attention(library)
+        _register_grouped_products(library)
+        yield
+    finally:
+        library._destroy()
 
 
 def _devices() -> Any:
@@ -139,8 +164,13 @@ def _devices() -> Any:
     return types.SimpleNamespace(**own)
 
 
-def _collectives(peers: Peers, backend: str) -> Any:
-    """Make the port's collectives: host tensors get what the peers say, others are left as they are."""
+def spoken_collectives(peers: Peers, backend: str) -> Any:
+    """Make the port's collectives: host tensors get what the peers say, those on the meta device are left as they are.
+
+    Args:
+        peers: what other ranks say.
+        backend: as `dry_world` takes it.
+    """
 
     def told(tensor: T, group: Any) -> list[T]:
         payloads = peers.gather(_bytes(tensor), dist.get_process_group_ranks(group))
