@@ -54,7 +54,7 @@ def test_the_packages_of_changed_files(script, changed, expected):
 
 def test_what_depends_on_what_is_read_from_the_packages(script):
     needs = script.read_needs(ROOT)
-    assert needs["hp-styles"] == {"hp-dtensor", "hp-platform", "hp-testing"}
+    assert needs["hp-styles"] == {"hp-dtensor", "hp-onesided", "hp-platform", "hp-testing"}
     for one, other in (("hp-styles", "hp-fsdp"), ("hp-fsdp", "hp-styles")):
         above = script.above(one, needs)
         assert {one, "hp-plan", "hyper-parallel"} <= above

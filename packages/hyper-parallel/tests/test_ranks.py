@@ -365,6 +365,16 @@ def test_a_hang_ends_with_the_rank_the_collective_and_the_stack(launcher, how, s
     assert not alive(launcher.folder, run)
 
 
+def test_what_ranks_call_differently_ends_the_run(launcher):
+    launcher.begin("train", write_plan(launcher.folder, "refused", end="refused"), "--out", "refused", *HANG)
+    status, _, err = launcher.finish()
+    assert status == 1
+    calls = ", rank 1 ".join(f"all_reduce({nbytes} bytes of float32, sum)" for nbytes in (16, 12))
+    assert f"hp_onesided: rank 0 of the group calls {calls}; ranks [0, 1, 2] are the group" in err
+    assert "It was in step 3 (step), in all_reduce number " in err
+    assert not alive(launcher.folder, "refused")
+
+
 def test_a_run_that_is_terminated_goes_on_where_it_was(launcher):
     folder, run = launcher.folder, "terminated"
     metrics = folder / run / "metrics.jsonl"
