@@ -878,6 +878,7 @@ ELSEWHERE = {
     "test_fixes.py::test_files_and_sections": ("plan:__post_init__", "plan:read_toml", "plan:to_toml"),
     "test_fixes.py::test_a_models_own_table": ("outline:declared_table",),
     "test_fixes.py::test_proposals": ("proposal:refusals",),
+    "test_simulate.py::test_what_is_not_simulated_is_refused": ("simulated:check_bubble",),
     "test_lora.py::test_an_adapter_that_does_not_fit_is_named": (
         "adapters:_saved",
         "adapters:fill_adapter",

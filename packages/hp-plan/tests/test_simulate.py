@@ -10,12 +10,12 @@ import pytest
 import torch
 from dry_plans import HOST, THOROUGH, USUAL, told
 
-from hp_plan import ParallelPlan, PlanError, dry_run, simulate
+from hp_plan import ParallelPlan, PlanError, dry_run, simulate_rank
 from hp_plan.dry.simulated import Measured, estimate
 from hp_plan.dry.stages import Repeating, Said
 from hp_plan.dry.trace import Count, Trace
 from hp_plan.torch.dry import playing
-from hp_plan.torch.dry.simulating import simulate_rank
+from hp_plan.torch.dry.simulating import run_rank
 from hp_plan.tuning.hardware import Hardware, seconds_of
 from hp_platform.torch.dry import Alike
 from hp_testing import device_type
@@ -41,7 +41,7 @@ def ranks_of(name: str) -> tuple[ParallelPlan, int]:
 def test_a_played_rank_does_what_a_dry_run_says(name: str) -> None:
     plan, ranks = ranks_of(name)
     for rank in {ranks - 1} if name in FIRST else {0, ranks - 1}:
-        found = simulate(plan, ranks=ranks, rank=rank, steps=2)
+        found = simulate_rank(plan, ranks=ranks, rank=rank, steps=2)
         said = next(each for each in dry_run(plan, ranks=ranks, rank=rank).ranks if each.rank == rank)
         assert told(found.report) == told(said), f"rank {rank}"
         assert found.peak == said.peak.live and not found.allocated
@@ -62,14 +62,14 @@ def test_losses_and_weights_stay_finite(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(playing, "backward_loss", noted)
     threads = torch.get_num_threads()
     try:  # in this process; it raises where a weight is not finite
-        simulate_rank(ParallelPlan.from_dict(PLANS[name]), 0, 3, 1.0, None, Alike())  # type: ignore[arg-type]
+        run_rank(ParallelPlan.from_dict(PLANS[name]), 0, 3, 1.0, None, Alike())  # type: ignore[arg-type]
     finally:
         torch.set_num_threads(threads)
     assert len(losses) == 6 and all(map(math.isfinite, losses)) and len(set(losses)) > 1
 
 
 def test_a_report_tells_what_was_measured_and_what_was_counted() -> None:
-    found = simulate(ParallelPlan.from_dict(PLANS["fsdp"]), ranks=64, rank=5, steps=2, hardware="h100-8")
+    found = simulate_rank(ParallelPlan.from_dict(PLANS["fsdp"]), ranks=64, rank=5, steps=2, hardware="h100-8")
     text, numbers = str(found), json.loads(json.dumps(found.as_json()))
     assert "rank 5 (dp_shard 5) of 64, dp_shard 64" in text and "losses mean nothing" in text
     assert "counted for h100-8" in text and "measured" in text and max(map(len, text.splitlines())) <= 80
@@ -83,24 +83,24 @@ def test_a_report_tells_what_was_measured_and_what_was_counted() -> None:
 def test_what_is_not_simulated_is_refused() -> None:
     plan = ParallelPlan.from_dict(PLANS["fsdp"])
     with pytest.raises(ValueError, match="rank 64 is none of 64 ranks"):
-        simulate(plan, ranks=64, rank=64)
+        simulate_rank(plan, ranks=64, rank=64)
     with pytest.raises(PlanError, match="3 ranks are not a multiple of 2"):
-        simulate(ParallelPlan.from_dict(PLANS["tp"]), ranks=3)
+        simulate_rank(ParallelPlan.from_dict(PLANS["tp"]), ranks=3)
     with pytest.raises(ValueError, match="takes 2 steps or more"):
-        simulate(plan, steps=1)
+        simulate_rank(plan, steps=1)
     with pytest.raises(ValueError, match="there is no hardware 'h100'"):
-        simulate(plan, hardware="h100")
+        simulate_rank(plan, hardware="h100")
     staged = {**PLANS["pp"], "pipeline": {"schedule": "v-half", "micro_batches": 4}}
     with pytest.raises(PlanError, match="no formula for the bubble of 'v-half'"):
-        simulate(ParallelPlan.from_dict(staged))
+        simulate_rank(ParallelPlan.from_dict(staged))
     with pytest.raises(PlanError, match=r"memory\.budget"):
-        simulate(ParallelPlan.from_dict({**PLANS["fsdp"], "memory": {"budget": "1GiB"}}))
+        simulate_rank(ParallelPlan.from_dict({**PLANS["fsdp"], "memory": {"budget": "1GiB"}}))
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:
     tables = {**PLANS["fsdp"], "run": {"dtype": "float32"}, "optimizer": {"name": "sgd", "lr": 1e38}}
     with pytest.raises(ValueError, match="is not finite any more"):
-        simulate(ParallelPlan.from_dict(tables), steps=3)
+        simulate_rank(ParallelPlan.from_dict(tables), steps=3)
 
 
 # ---- prices ----

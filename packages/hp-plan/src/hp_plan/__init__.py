@@ -73,14 +73,14 @@ __all__ = [
     "fit",
     "lint",
     "probe",
-    "simulate",
+    "simulate_rank",
     "tune",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from hp_plan.torch.build import build_model, build_optimizer, build_parallel_model, build_schedule
-    from hp_plan.torch.dry.api import dry_run, fit, probe, simulate, tune
+    from hp_plan.torch.dry.api import dry_run, fit, probe, simulate_rank, tune
     from hp_plan.torch.verify import verify
 
 __getattr__, __dir__ = lazy_exports(
@@ -93,7 +93,7 @@ __getattr__, __dir__ = lazy_exports(
         "dry_run": "dry.api",
         "fit": "dry.api",
         "probe": "dry.api",
-        "simulate": "dry.api",
+        "simulate_rank": "dry.api",
         "tune": "dry.api",
         "verify": "verify",
     },

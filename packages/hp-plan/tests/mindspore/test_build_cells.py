@@ -20,7 +20,7 @@ from hp_plan import (
     dry_run,
     fit,
     lint,
-    simulate,
+    simulate_rank,
     tune,
     verify,
 )
@@ -367,7 +367,7 @@ def test_dry_runs_are_refused_by_name():
     for name, ask in {
         "dry_run": lambda: dry_run(plan),
         "fit": lambda: fit(plan, memory="1GiB"),
-        "simulate": lambda: simulate(plan, ranks=2),
+        "simulate_rank": lambda: simulate_rank(plan, ranks=2),
         "tune": lambda: tune(plan, ranks=2, hardware="cpu"),
     }.items():
         with pytest.raises(NotImplementedError, match=f"{name}: .*MindSpore has none. .*HYPER_PARALLEL_PLATFORM=torch"):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from hp_onesided.planning.headers import DTYPES
 
@@ -19,6 +21,7 @@ _COMBINE: dict[str, Callable[..., Any]] = {
     "max": torch.maximum,
     "product": torch.mul,
 }
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ANY = ctypes.c_char * 2**46  # one type for memory of all sizes: ctypes keeps each type that was made
 
@@ -31,9 +34,16 @@ def limit(group: torch.distributed.ProcessGroup) -> float | None:
 
 
 def dtype(tensor: torch.Tensor) -> str | None:
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg() or _keeps_results():
         return None
     return _NAMES.get(tensor.dtype)
+
+
+def _keeps_results() -> bool:
+    """Tell whether selective checkpointing runs, on all ranks alike: it hands back what a backend's operators gave."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 
 
 def address(tensor: torch.Tensor) -> int:

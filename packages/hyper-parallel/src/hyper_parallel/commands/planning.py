@@ -150,7 +150,9 @@ def simulate_rank(
         tables = read_tables(plan, assignments)
         set_environment(tables, plan)
         options: dict[str, Any] = {} if steps is None else {"steps": steps}
-        found = hp_plan.simulate(checked_anywhere(tables), ranks=ranks, rank=rank or 0, hardware=hardware, **options)
+        found = hp_plan.simulate_rank(
+            checked_anywhere(tables), ranks=ranks, rank=rank or 0, hardware=hardware, **options
+        )
         typer.echo(json.dumps(found.as_json()) if json_lines else str(found))
 
 

@@ -28,13 +28,13 @@ def fit(plan: Any, **options: Any) -> NoReturn:
     raise NotImplementedError(_TORCH_ONLY.format("fit"))
 
 
-def simulate(plan: Any, **options: Any) -> NoReturn:
+def simulate_rank(plan: Any, **options: Any) -> NoReturn:
     """Refuse, as `dry_run`.
 
     Raises:
         NotImplementedError: always.
     """
-    raise NotImplementedError(_TORCH_ONLY.format("simulate"))
+    raise NotImplementedError(_TORCH_ONLY.format("simulate_rank"))
 
 
 def tune(plan: Any, **options: Any) -> NoReturn:

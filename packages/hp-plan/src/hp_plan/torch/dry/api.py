@@ -27,7 +27,7 @@ from hp_plan.sections import MeshSection
 from hp_plan.torch.build import build_empty
 from hp_plan.torch.dry.playing import dry
 from hp_plan.torch.dry.reading import report_of
-from hp_plan.torch.dry.simulating import listen, simulate_rank
+from hp_plan.torch.dry.simulating import listen, run_rank
 from hp_plan.torch.timing.kernels import time_kernels
 from hp_plan.torch.timing.probing import probe
 from hp_plan.torch.timing.ranks import check_devices, on_ranks, ranks_here, threads_of, time_steps
@@ -182,7 +182,7 @@ def spread_over(plan: ParallelPlan, ranks: int) -> ParallelPlan:
     return replace(plan, mesh=replace(mesh, dp_shard=shards), data=replace(plan.data, batch_size=samples))
 
 
-def simulate(
+def simulate_rank(
     plan: ParallelPlan,
     *,
     ranks: int | None = None,
@@ -199,7 +199,7 @@ def simulate(
     transformers are drawn, and not read. On a CPU a rank has one core.
 
     Example:
-        >>> print(simulate(ParallelPlan.from_toml("plan.toml"), ranks=64, hardware="h100-8"))
+        >>> print(simulate_rank(ParallelPlan.from_toml("plan.toml"), ranks=64, hardware="h100-8"))
 
     Args:
         plan: the plan.
@@ -220,9 +220,9 @@ def simulate(
         plan = spread_over(plan, ranks)
     skewed(routes)
     mesh, kind = plan.mesh, get_platform().devices.kind
-    _check_rank("simulate", rank, mesh)
+    _check_rank("simulate_rank", rank, mesh)
     if steps < 2:
-        raise ValueError(f"simulate: takes 2 steps or more, of which the first is not counted, got {steps}")
+        raise ValueError(f"simulate_rank: takes 2 steps or more, of which the first is not counted, got {steps}")
     check_bubble(plan)
     if plan.memory.budget is not None:
         raise PlanError([_BUDGET])
@@ -235,9 +235,9 @@ def simulate(
         stages = {stage: (plan, stage * across + rank % across, steps, routes) for stage in range(mesh.pp)}
         said = play_stages(listen, stages, place, preload=_PRELOAD)[own]
     try:
-        played = play_stages(simulate_rank, {own: (plan, rank, steps, routes, said)}, place, preload=_PRELOAD)
+        played = play_stages(run_rank, {own: (plan, rank, steps, routes, said)}, place, preload=_PRELOAD)
     except torch.OutOfMemoryError as error:
-        raise MemoryError(f"simulate: rank {rank} needs more memory than the device has: {error}") from error
+        raise MemoryError(f"simulate_rank: rank {rank} needs more memory than the device has: {error}") from error
     device, measured, allocated, report = played[own]
     communication, seconds = estimate(plan, report.trace, measured, machine)
     return Simulated(

@@ -36,7 +36,7 @@ def listen(plan: ParallelPlan, rank: int, steps: int, routes: float, peers: Stag
     Args:
         plan: the plan.
         rank: the stage's.
-        steps: that `simulate_rank` measures.
+        steps: that `run_rank` measures.
         routes: the first expert's tokens over the mean.
         peers: what other stages say.
     """
@@ -46,7 +46,7 @@ def listen(plan: ParallelPlan, rank: int, steps: int, routes: float, peers: Stag
         return listening.said
 
 
-def simulate_rank(
+def run_rank(
     plan: ParallelPlan, rank: int, steps: int, routes: float, said: Said | None, peers: StagePeers
 ) -> tuple[str, Measured, int | None, RankReport]:
     """Run a rank's steps on this process's device, which has no world of its own.
@@ -191,6 +191,6 @@ def _check_finite(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if not bool(local_view(parameter).isfinite().all()):
             raise ValueError(
-                f"simulate: the weight {name} is not finite any more, so that kernels ran on values that training does"
-                " not have; lower optimizer.lr, or set run.grad_clip"
+                f"simulate_rank: the weight {name} is not finite any more, so that kernels ran on values that training"
+                " does not have; lower optimizer.lr, or set run.grad_clip"
             )
