@@ -23,6 +23,7 @@ from hp_plan import ParallelPlan, dry_run, probe
 from hp_plan.torch.timing.kernels import time_kernels
 from hp_plan.torch.timing.ranks import on_ranks, time_steps
 from hp_plan.tuning.seconds import count_work, price
+from hp_plan.tuning.space import MESH
 
 DENSE = {
     "vocab_size": 512,
@@ -129,8 +130,7 @@ def main() -> None:
         traces = [each.trace for each in dry_run(plan, kernels=True).ranks]
         new = sorted({key for each in traces for key in each.kernels} - kernels.keys())
         kernels |= on_ranks(time_kernels, 1, new, 1)[0]
-        mesh = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1) | plan.mesh.axes
-        mesh["ep"] = plan.mesh.ep
+        mesh = {axis: getattr(plan.mesh, axis) for axis in MESH}
         ranks = []
         for trace in traces:
             work = count_work(trace, kernels)

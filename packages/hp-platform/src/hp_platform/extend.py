@@ -29,6 +29,7 @@ from hp_platform.failures.peers import FailedRankError
 from hp_platform.groups import init_on_this_machine, own_rank, when_groups_end
 from hp_platform.platforms.launchers import (
     Place,
+    divide_threads,
     end_with_parent,
     inside_launcher,
     launch_command,
@@ -37,6 +38,7 @@ from hp_platform.platforms.launchers import (
     say_once,
     speaks_for_ranks,
     tell_torchrun,
+    usable_cores,
     watch_parent,
 )
 from hp_platform.platforms.ports import (
@@ -84,7 +86,9 @@ __all__ = [
     "lazy_exports",
     "leave_to_speaker",
     "load_port",
+    "divide_threads",
     "list_leaves",
+    "usable_cores",
     "map_nested",
     "note_step",
     "observers",

@@ -10,10 +10,12 @@ from typing import Any
 from hp_offload.extend import size
 from hp_plan.dry.report import RankReport
 from hp_plan.dry.trace import Trace
+from hp_plan.features.pipelines import micro_batches
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.tuning.hardware import Hardware
 from hp_plan.tuning.seconds import Seconds, count_work, price
+from hp_plan.tuning.space import MESH
 
 _BUBBLES = {"1f1b": "1f1b", "gpipe": "1f1b", "interleaved": "interleaved", "zbv": "zbv"}
 """Schedules whose bubble `price` knows, by the name that it goes by there."""
@@ -134,14 +136,13 @@ def estimate(
     mesh, pipeline = plan.mesh, plan.pipeline
     messages = {key: value for key, value in count_work(trace).items() if key[0] in ("calls", "bytes")}
     work = {**messages, ("measured",): measured.compute, ("measured", "optimizer"): measured.optimizer}
-    sizes = {axis: getattr(mesh, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
+    sizes = {axis: getattr(mesh, axis) for axis in MESH}
     own: dict[str, Any] = {"dtype": plan.fsdp.param_dtype or plan.run.dtype}
     alone = price(messages, hardware, sizes, **own).one()
     if mesh.pp > 1:
-        samples = plan.data.batch_size // mesh.data_parallel
         own |= {
             "schedule": _BUBBLES[pipeline.schedule],
-            "micro_batches": pipeline.micro_batches or samples,
+            "micro_batches": micro_batches(plan),
             "stages_a_rank": pipeline.stages_per_rank or 2,
         }
     return dict(alone.exposed), price(work, hardware, sizes, **own).one()

@@ -253,6 +253,20 @@ def memory_bytes() -> int:
     return total
 
 
+def usable_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def divide_threads(ranks: int) -> int:
+    """Return the number of threads for each rank on this machine: together no more than there are cores.
+
+    Args:
+        ranks: of this machine.
+    """
+    return max(1, usable_cores() // ranks)
+
+
 def processor_name() -> str:
     """Get the name of this machine's processor as its maker calls it, else its architecture."""
     with contextlib.suppress(OSError, StopIteration):

@@ -17,7 +17,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from hp_platform import get_platform
-from hp_platform.extend import PLATFORMS, SettingError, inside_launcher, share_bytes
+from hp_platform.extend import PLATFORMS, SettingError, inside_launcher, share_bytes, usable_cores
 from hyper_parallel.launching.ranks import run_ranks
 from hyper_parallel.reports.run_metadata import versions
 
@@ -131,8 +131,7 @@ def _devices() -> Iterator[Finding]:
     size = "" if memory is None else f", {memory / 2**30:.0f} GiB" + ("" if devices.kind == "cpu" else " each")
     yield Finding("devices", "platform", platform.name)
     if devices.kind == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        yield Finding("devices", "cpu", f"{devices.name()}, {cores} cores{size}")
+        yield Finding("devices", "cpu", f"{devices.name()}, {usable_cores()} cores{size}")
         for kind, tool in (("NVIDIA GPU", "nvidia-smi"), ("Ascend NPU", "npu-smi")):
             if shutil.which(tool) is not None and "HYPER_PARALLEL_DEVICE" not in os.environ:
                 fix = f"{platform.name} sees none: install its build for that device"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from dataclasses import dataclass
@@ -106,9 +105,3 @@ class Interrupted(RuntimeError):
     def __init__(self, number: int) -> None:
         self.number = number
         super().__init__(f"{signal.Signals(number).name}: all ranks are ended")
-
-
-def divide_threads(ranks: int) -> int:
-    """Return the number of threads for each rank on this machine: together no more than there are cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)

@@ -20,7 +20,8 @@ from types import FrameType
 from typing import TypeVar
 
 from hp_plan import ParallelPlan
-from hyper_parallel.launching.launch import Interrupted, Job, RankFailure, divide_threads
+from hp_platform.extend import divide_threads
+from hyper_parallel.launching.launch import Interrupted, Job, RankFailure
 from hyper_parallel.mindspore.process import peer_lost
 from hyper_parallel.mindspore.rank import JOB, OUTPUT
 from hyper_parallel.reports.display import make_reporter

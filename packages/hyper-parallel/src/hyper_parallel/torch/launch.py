@@ -24,7 +24,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from hp_plan import ParallelPlan
-from hyper_parallel.launching.launch import Interrupted, Job, RankFailure, divide_threads, explanation
+from hp_platform.extend import divide_threads
+from hyper_parallel.launching.launch import Interrupted, Job, RankFailure, explanation
 from hyper_parallel.reports.display import make_reporter
 from hyper_parallel.reports.events import showing
 from hyper_parallel.supervision.hanging import last_move, watching

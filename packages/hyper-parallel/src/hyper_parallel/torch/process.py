@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from hp_platform import LostRankError, get_platform
-from hp_platform.extend import Place
-from hyper_parallel.launching.launch import divide_threads
+from hp_platform.extend import Place, divide_threads
 from hyper_parallel.supervision.run_end import Spot, Storage
 
 # How the loss of a peer shows: it ended, and its end is what has to be reported.

@@ -30,7 +30,7 @@ from hp_plan.torch.dry.reading import report_of
 from hp_plan.torch.dry.simulating import listen, run_rank
 from hp_plan.torch.timing.kernels import time_kernels
 from hp_plan.torch.timing.probing import probe
-from hp_plan.torch.timing.ranks import check_devices, on_ranks, ranks_here, threads_of, time_steps
+from hp_plan.torch.timing.ranks import check_devices, on_ranks, ranks_here, time_steps
 from hp_plan.tuning.fitting import Fit, Quantity
 from hp_plan.tuning.fitting import fit as fit_quantity
 from hp_plan.tuning.hardware import Hardware
@@ -38,6 +38,7 @@ from hp_plan.tuning.search import Tuned
 from hp_plan.tuning.search import tune as search
 from hp_plan.tuning.space import ModelSizes
 from hp_platform import get_platform
+from hp_platform.extend import divide_threads
 
 _PRELOAD = (
     "hp_plan.torch.dry.api",
@@ -98,19 +99,6 @@ def dry_run(
         plan = spread_over(plan, ranks)
     skewed(routes)
     machine = Hardware.load(hardware) if isinstance(hardware, str) else hardware
-    report = _play(plan, rank=rank, routes=routes, memory=memory, kernels=kernels)
-    return report if machine is None else replace(report, machine=machine.name, room=machine.room)
-
-
-def _play(
-    plan: ParallelPlan,
-    *,
-    rank: int | None = None,
-    routes: float = 1.0,
-    memory: bool = False,
-    kernels: bool = False,
-) -> DryReport:
-    """Play a plan's ranks: see `dry_run`."""
     if plan.memory.budget is not None:
         raise PlanError([_BUDGET])
     mesh = plan.mesh
@@ -125,7 +113,8 @@ def _play(
         reports += [played[stage] for stage in sorted(played)]
         if rank is None and len(columns) == 1 and across > 1 and any(each.uneven for each in reports):
             columns.append(across - 1)
-    return DryReport(mesh.described, mesh.world_size, tuple(sorted(reports, key=lambda each: each.rank)))
+    report = DryReport(mesh.described, mesh.world_size, tuple(sorted(reports, key=lambda each: each.rank)))
+    return report if machine is None else replace(report, machine=machine.name, room=machine.room)
 
 
 def _check_rank(name: str, rank: int, mesh: MeshSection) -> None:
@@ -287,7 +276,7 @@ def fit(
     spread = plan if ranks is None else spread_over(plan, ranks)
     room = parse_size(memory) if isinstance(memory, str) else memory
     sizes = _sizes(spread) if spread.model.of_transformers else None
-    return fit_quantity(spread, lambda each: _play(each).peak, room, quantity=quantity, most=most, model=sizes)
+    return fit_quantity(spread, lambda each: dry_run(each).peak, room, quantity=quantity, most=most, model=sizes)
 
 
 def tune(
@@ -337,7 +326,7 @@ def tune(
                 " leave hardware out, or give a table that `probe` has written here"
             )
         check_devices(ranks)
-    timed, threads = here and not symbolic, threads_of(ranks_here(ranks))
+    timed, threads = here and not symbolic, divide_threads(ranks_here(ranks))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return search(
             tables,
@@ -348,7 +337,7 @@ def tune(
             free=free,
             top=top,
             refuses=lambda each: bool(examine(each, [], ranks).diagnostics),
-            whole=None if symbolic else lambda each: [rank.trace for rank in _play(each, kernels=True).ranks],
+            whole=None if symbolic else lambda each: [rank.trace for rank in dry_run(each, kernels=True).ranks],
             kernels=(lambda keys: on_ranks(time_kernels, 1, keys, threads)[0]) if timed else None,
             measure=(lambda each: time_steps(each, _MEASURED).clock) if measure else None,
             measured=measure,
@@ -374,7 +363,7 @@ class _Reports:
             mine = self._kept.setdefault(key, Future())
         if known is None:
             try:
-                mine.set_result(_play(plan, rank=rank, kernels=True))
+                mine.set_result(dry_run(plan, rank=rank, kernels=True))
             except Exception as error:  # whoever else waits for it raises it too
                 mine.set_exception(error)
         return next(each.trace for each in mine.result().ranks if each.rank == rank)

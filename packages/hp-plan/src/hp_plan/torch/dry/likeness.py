@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from hp_platform.extend import list_leaves
+
 T = torch.Tensor
 Key = tuple[Any, ...]
 _CHANGES_STORAGE = {"aten::resize_", "aten::set_", "aten::resize_as_", "aten::_unsafe_view"}
@@ -90,7 +92,7 @@ def _again(out: Any, args: Sequence[Any]) -> Callable[[Sequence[Any]], Any] | No
     results = (out,) if isinstance(out, T) else out
     if not isinstance(results, (tuple, list)) or not all(isinstance(each, T) and each.is_meta for each in results):
         return None
-    given = {each.untyped_storage()._cdata for each in _tensors(args)}
+    given = {each.untyped_storage()._cdata for each in list_leaves(args) if isinstance(each, T)}
     if any(each.untyped_storage()._cdata in given or each.storage_offset() for each in results):
         return None
     likenesses = [(tuple(each.shape), each.stride(), each.dtype) for each in results]
@@ -108,13 +110,3 @@ def _same(out: Any, args: Sequence[Any]) -> Callable[[Sequence[Any]], Any] | Non
     if out is None:
         return lambda args: None
     return (lambda args: args[0]) if out is args[0] else None
-
-
-def _tensors(values: Sequence[Any]) -> list[T]:
-    found: list[T] = []
-    for each in values:
-        if isinstance(each, T):
-            found.append(each)
-        elif isinstance(each, (list, tuple)):
-            found += _tensors(each)
-    return found

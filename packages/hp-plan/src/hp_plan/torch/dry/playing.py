@@ -14,6 +14,7 @@ from hp_moe.extend import Counts, balanced, forced_routes
 from hp_offload import SwapManager
 from hp_plan.application import apply
 from hp_plan.plan import ParallelPlan, data_parallel_rows
+from hp_plan.structure.model_source import vocabulary
 from hp_plan.torch.build import build_model, build_objective, build_optimizer
 from hp_plan.torch.dry.ledger import Ledger
 from hp_plan.torch.sequences.context_guard import unguarded
@@ -76,6 +77,12 @@ class Training:
         length = plan.data.sequence_length
         self.tokens = torch.zeros(rows.stop - rows.start, length, dtype=torch.int64, device=device)
 
+    def draw_tokens(self) -> None:
+        """Draw the samples, alike on all ranks that share them."""
+        count = vocabulary(self.plan.model) or _embedded(self.model)
+        numbers = torch.Generator().manual_seed(0)
+        self.tokens.copy_(torch.randint(count, self.tokens.shape, generator=numbers))
+
     def step(self, reader: Reader | None = None) -> None:
         """Take a training step, as a trainer does.
 
@@ -91,6 +98,12 @@ class Training:
             reader.begin("optimizer")
             self.optimizer.step()
             del loss, norm
+
+
+def _embedded(model: Any) -> int:
+    """Return the size of the first embedding; 1 of a model without, or a stage."""
+    found = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    return next((module.num_embeddings for module in found), 1)
 
 
 class Played(Training):

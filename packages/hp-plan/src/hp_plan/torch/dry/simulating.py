@@ -17,7 +17,6 @@ from hp_plan.dry.report import RankReport
 from hp_plan.dry.simulated import Measured
 from hp_plan.dry.stages import Listening, Repeating, Said, StagePeers
 from hp_plan.plan import ParallelPlan
-from hp_plan.structure.model_source import vocabulary
 from hp_plan.torch.build import build_empty, build_parallel_model, compute_buffers
 from hp_plan.torch.dry.ledger import Ledger
 from hp_plan.torch.dry.playing import Played, dry, own_host_memory, without_collector
@@ -72,7 +71,7 @@ def run_rank(
     world = played_world(plan.mesh.world_size, rank, peers=None if said is None else Repeating(said))
     with world as copies, without_collector(), forced_routes(skewed(routes)), unguarded(), own_host_memory():
         played = Played(plan, Ledger((devices.kind,), modules=True), devices.current_device(), _build)
-        _draw_tokens(played)
+        played.draw_tokens()
         with torch.compiler.set_stance("force_eager"):
             for number in range(_COUNTED):
                 played.step()
@@ -171,20 +170,6 @@ def _draw(model: Any, numbers: torch.Generator) -> None:
     for value in model.state_dict(keep_vars=True).values():
         if id(value) not in known:
             local_view(value).zero_()
-
-
-def _draw_tokens(played: Played) -> None:
-    count = vocabulary(played.plan.model)
-    if count is None:
-        count = _embedded(played.model)
-    numbers = torch.Generator().manual_seed(0)
-    played.tokens.copy_(torch.randint(count, played.tokens.shape, generator=numbers))
-
-
-def _embedded(model: Any) -> int:
-    """Return the size of the first embedding; 1 of a model without, or a stage."""
-    found = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
-    return next((module.num_embeddings for module in found), 1)
 
 
 def _check_finite(model: Any) -> None:

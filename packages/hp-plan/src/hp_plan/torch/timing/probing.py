@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_plan.torch.timing.ranks import on_ranks, ranks_here, threads_of
+from hp_plan.torch.dry.ledger import Ledger
+from hp_plan.torch.timing.ranks import on_ranks, ranks_here
 from hp_plan.tuning.hardware import Hardware, Level
 from hp_platform import get_platform
+from hp_platform.extend import divide_threads
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _ROUNDS = 5
@@ -33,7 +34,7 @@ def probe_device(ranks: int) -> dict[str, Any]:
     devices = get_platform().devices
     device, on_cpu = devices.current_device(), devices.kind == "cpu"
     if on_cpu:
-        torch.set_num_threads(threads_of(ranks))
+        torch.set_num_threads(divide_threads(ranks))
     total = devices.total_memory() or 0
     return {
         "name": devices.name(),
@@ -73,21 +74,6 @@ def _bandwidth(device: torch.device) -> float:
     return 2.0 * source.numel() / _fastest(lambda: target.copy_(source))
 
 
-class _Counting(TorchDispatchMode):
-    """Counts operators.
-
-    Attributes:
-        count: how many have run.
-    """
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operator."""
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _issue_seconds(device: torch.device) -> float:
     """Return what the host takes for an operator of a training step: of a tiny one, which computes next to nothing."""
     layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.GELU()) for _ in range(8)]
@@ -97,9 +83,9 @@ def _issue_seconds(device: torch.device) -> float:
     def step() -> None:
         model(sample).sum().backward()
 
-    with _Counting() as counting:
+    with Ledger((device.type,)) as ledger:
         step()
-    return _fastest(step) / counting.count
+    return _fastest(step) / ledger.step.operations
 
 
 def _launch_seconds(device: torch.device) -> float:

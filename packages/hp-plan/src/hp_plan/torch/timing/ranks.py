@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +14,9 @@ import torch
 from hp_moe.extend import balanced, forced_routes
 from hp_plan.dry.stages import StagePeers, play_stages
 from hp_plan.plan import ParallelPlan
-from hp_plan.structure.model_source import vocabulary
-from hp_plan.torch.build import build_empty
 from hp_plan.torch.dry.playing import Training
 from hp_platform import get_platform
-from hp_platform.extend import init_on_this_machine
+from hp_platform.extend import divide_threads, init_on_this_machine, usable_cores
 
 _UNCOUNTED = 2
 """Steps before those that are timed: they plan, compile and make the optimizer's states."""
@@ -41,12 +38,7 @@ class StepSeconds:
 def ranks_here(most: int) -> int:
     """Return how many ranks this machine has a device for, `most` at most: on the CPU each core is one."""
     devices = get_platform().devices
-    return min(most, len(os.sched_getaffinity(0)) if devices.kind == "cpu" else devices.count)
-
-
-def threads_of(ranks: int) -> int:
-    """Return the threads of each of some ranks on this machine: together as many as there are cores, or one each."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return min(most, usable_cores() if devices.kind == "cpu" else devices.count)
 
 
 def check_devices(ranks: int) -> None:
@@ -92,7 +84,7 @@ def _world(rank: int, ranks: int, peers: StagePeers) -> Iterator[None]:
     groups, devices = get_platform().groups, get_platform().devices
     everyone = range(ranks)
     if devices.kind == "cpu":
-        torch.set_num_threads(threads_of(ranks))
+        torch.set_num_threads(divide_threads(ranks))
     else:
         devices.set_device(rank)
 
@@ -131,8 +123,7 @@ def _steps(plan: ParallelPlan, steps: int) -> tuple[list[float], list[float]]:
     cpu: list[float] = []
     with forced_routes(balanced):
         training = Training(plan, devices.current_device())
-        with torch.no_grad():
-            training.tokens.random_(0, vocabulary(plan.model) or getattr(build_empty(plan).config, "vocab_size", 2))
+        training.draw_tokens()
         for number in range(_UNCOUNTED + steps):
             devices.synchronize()
             begin, computed = time.perf_counter(), time.process_time()
