@@ -66,7 +66,7 @@ def call_of(key: str, device: torch.device) -> tuple[Callable[..., Any], list[An
     """Make the call that a key describes: the operator, and arguments with tensors of its shapes.
 
     Floating point numbers are between 0.1 and 1, and integers zero, so that they are legal indices; the offsets of a
-    grouped product share out its rows evenly.
+    grouped product, and counts of repeats, share out the rows evenly.
 
     >>> call_of("aten.mm.default(float32[2,3|3,1], float32[3,4|4,1])", torch.device("cpu"))[0]
     <OpOverload(op='aten.mm', overload='default')>
@@ -95,6 +95,9 @@ def call_of(key: str, device: torch.device) -> tuple[Callable[..., Any], list[An
         groups = len(offsets)
         total = rows.shape[0] if len(rows.shape) == 2 and len(args[1].shape) == 3 else rows.shape[-1]
         offsets.copy_(torch.arange(1, groups + 1, device=device) * total // groups)
+    if operator == "repeat_interleave" and kwargs.get("output_size"):
+        places = torch.arange(len(args[0]) + 1, device=device) * kwargs["output_size"] // len(args[0])
+        args[0].copy_(places.diff())
     return func, args, kwargs
 
 
