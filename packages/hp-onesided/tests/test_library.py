@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 
 import pytest
 
@@ -35,6 +36,17 @@ def test_the_core_in_python_where_none_is_compiled(monkeypatch, tmp_path, caplog
         assert core_name() == ("python" if waiting.lacking() is None else None)
     (record,) = caplog.records
     assert text in record.getMessage() and "the one in Python is used" in record.getMessage()
+
+
+@pytest.mark.skipif(library.library() is None, reason="needs a C++ compiler")
+def test_the_core_of_a_wheel_needs_no_compiler(monkeypatch, tmp_path):
+    compiler = next(filter(None, map(shutil.which, library.COMPILERS)))
+    shipped = tmp_path / "core.so"
+    library.compile_core(compiler, shipped, "-O0")
+    monkeypatch.setattr(library, "SHIPPED", shipped)
+    monkeypatch.setattr(library, "COMPILERS", ())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert core_name() == "native" and not (tmp_path / "cache").exists()
 
 
 def test_a_cache_that_can_not_be_written(monkeypatch, tmp_path):

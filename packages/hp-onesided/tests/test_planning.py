@@ -5,26 +5,16 @@ from fractions import Fraction
 
 import pytest
 
-from hp_onesided.planning import plans, topology
+from hp_onesided import wire
+from hp_onesided.planning import plans
 from hp_onesided.planning.headers import Call, disagreement
 from hp_onesided.planning.plans import two_level
 from hp_onesided.planning.steps import GRAIN, all_gather, all_reduce, slot_bytes
-from hp_onesided.planning.topology import hosts_of, level
 
 
-@pytest.mark.parametrize("module", [plans, topology], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [plans, wire], ids=lambda module: module.__name__)
 def test_examples(module):
     assert doctest.testmod(module) == (0, doctest.testmod(module).attempted)
-
-
-def test_hosts_are_those_that_ranks_name():
-    assert hosts_of(["b", "a", "b", "c"]) == ((0, 2), (1,), (3,))
-
-
-def test_level_refuses_strangers():
-    assert level((1,), ((0, 1),)) == "host"
-    with pytest.raises(ValueError, match=r"ranks \[4\] are on none of the hosts"):
-        level((0, 4), ((0, 1),))
 
 
 HOSTS = ((0, 1, 2), (3, 4, 5))

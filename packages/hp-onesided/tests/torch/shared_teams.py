@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from hp_onesided.carrier import SharedMemory
+from hp_onesided.carriers.carrier import SharedMemory
+from hp_onesided.carriers.messages import Messages
 from hp_onesided.cores.core import Team
+from hp_onesided.cores.counters import counters_by
 from hp_onesided.cores.library import library
 from hp_onesided.cores.native import NativeCore
 from hp_onesided.cores.processes import hold
@@ -45,7 +47,8 @@ def carriers(size: int, core: str, slot: int | None = None, limit: float = 20.0)
         peers = {peer: hold(os.getpid()) for peer in range(size) if peer != rank}
         team = Team(rank, segments, shape, [os.getpid()] * size, peers, limit)
         own = NativeCore(loaded, team) if core == "native" and loaded is not None else PythonCore(team)
-        made.append(SharedMemory(own, team, range(size)))
+        counters = counters_by(loaded if core == "native" else None, segments, peers)
+        made.append(SharedMemory(own, team, range(size), Messages(team, counters, own.failed)))
     return made
 
 

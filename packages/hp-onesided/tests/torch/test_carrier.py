@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hp_onesided import core_name, opening
-from hp_onesided.carrier import SharedMemory
+from hp_onesided.carriers.carrier import SharedMemory
 from hp_onesided.cores.segment import Place
 from hp_platform import count_collectives, get_platform
 from hp_platform.communication.carriers import carrier_of

@@ -7,6 +7,7 @@ import torch
 from shared_teams import CORES, team
 
 from hp_onesided.planning.headers import OPS, WIDTHS
+from hp_onesided.port import port
 
 pytestmark = pytest.mark.not_on("torch-cuda", "torch-npu", "torch-npu-sim", reason="tensors are on the host here")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -184,6 +185,24 @@ def test_a_thread_completes_what_nobody_waits_for(core):
 
     with team(2, core) as on_all:
         assert on_all(work) == [([1.0 + 2 * number for number in range(6)], [2.0] * 3)] * 2
+
+
+def test_what_fails_in_the_thread_of_python_fails_all_that_follows(monkeypatch):
+    def reduce(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(port(), "reduce", reduce)
+
+    def work(rank, carrier):
+        tensor, texts = torch.ones(3), []
+        for handle in [carrier.start("all_reduce", tensor, tensor, "sum", (), (), 0, True) for _ in range(2)]:
+            with pytest.raises(RuntimeError) as raised:
+                handle.wait()
+            texts.append(str(raised.value))
+        return texts[0] == texts[1] and "so the all_reduce over ranks [0, 1] can't be done" in texts[0]
+
+    with team(2, "python") as on_all:
+        assert on_all(work) == [True, True]
 
 
 @pytest.mark.parametrize("core", CORES)

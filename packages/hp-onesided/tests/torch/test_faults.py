@@ -34,6 +34,21 @@ def test_a_killed_rank_is_named(tmp_path, how):
 
 
 @pytest.mark.parametrize("how", ["calls", "waits"])
+def test_a_rank_that_gives_up_is_named_with_its_error(tmp_path, how):
+    arguments = str(tmp_path / "store"), how, 600.0
+    with rank_processes(failing_ranks.main, 3, *arguments, preload=PRELOAD) as (_, connections):
+        for connection in connections:
+            connection.recv()
+        connections[1].send("give up")
+        for rank in (0, 2):
+            assert connections[rank].poll(240.0)
+            kind, ranks, text, _ = connections[rank].recv()
+            assert (kind, ranks) == ("FailedRankError", ()) and text.startswith(
+                "rank 1 gave up: ValueError: no such file"
+            )
+
+
+@pytest.mark.parametrize("how", ["calls", "waits"])
 def test_a_stopped_rank_is_named(tmp_path, how):
     limit = 3.0
     arguments = str(tmp_path / "store"), how, limit

@@ -1,4 +1,4 @@
-"""The example of the README."""
+"""The examples of the README."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ import pytest
 pytestmark = pytest.mark.not_on("torch-npu-sim", "torch-cuda", "torch-npu", reason="nothing of the device in it")
 
 
-def test_the_readmes_example(tmp_path):
-    code = (Path(__file__).parents[2] / "README.md").read_text().split("```python\n")[1].split("```")[0]
+EXAMPLES = [
+    rest.split("```")[0] for rest in (Path(__file__).parents[2] / "README.md").read_text().split("```python\n")[1:]
+]
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_the_readmes_examples(tmp_path, number):
+    code = EXAMPLES[number]
     script = tmp_path / "script.py"
     script.write_text(code)
     own = {"HYPER_PARALLEL_DEVICE": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TMPDIR": str(tmp_path)}

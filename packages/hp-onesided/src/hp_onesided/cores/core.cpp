@@ -51,12 +51,19 @@ struct Line {
     alignas(64) std::atomic<uint32_t> value;
 };
 
+struct Counter {  // of one signal from one rank
+    alignas(64) std::atomic<uint64_t> value;
+    std::atomic<uint32_t> waiters;
+};
+
 struct Control {
     Line posted, waiters, left;
     char headers[];
 };
 
-int futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* time) {
+// Sleeps on a counter, or wakes sleepers; of a wide one it is the low half, which comes first on these machines.
+template <class Number> int futex(std::atomic<Number>& word, int operation, uint32_t value, const timespec* time) {
+    static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of a counter has to come first");
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, time, nullptr, 0);
 }
 
@@ -64,6 +71,42 @@ double now() {
     timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
+int ended(const std::vector<int>& processes) {
+    for (size_t peer = 0; peer < processes.size(); peer++) {
+        pollfd look{processes[peer], POLLIN, 0};
+        if (processes[peer] >= 0 && poll(&look, 1, 0) > 0) return peer;
+    }
+    return -1;
+}
+
+// Waits for a counter: Note [How a rank waits]. `vain` tells why it need not wait on; what came meanwhile counts.
+template <class Number, class Reached, class Vain>
+int wait_until(std::atomic<Number>& counter, std::atomic<uint32_t>& waiters, double limit, int spins, int yields,
+               Reached reached, Vain vain) {
+    const auto come = [&] { return reached(counter.load(std::memory_order_acquire)); };
+    for (int i = 0; i < spins; i++) {
+        if (come()) return NONE;
+        RELAX();
+    }
+    for (int i = 0; i < yields; i++) {
+        if (come()) return NONE;
+        sched_yield();
+    }
+    const timespec slice{0, 50000000};
+    for (const double end = now() + limit; !come();) {
+        waiters.fetch_add(1, std::memory_order_seq_cst);
+        const Number seen = counter.load(std::memory_order_seq_cst);
+        if (!reached(seen)) futex(counter, FUTEX_WAIT, uint32_t(seen), &slice);
+        waiters.fetch_sub(1, std::memory_order_seq_cst);
+        if (come()) break;
+        const int why = vain();
+        if (come()) break;  // it came, and then its rank ended or left
+        if (why) return why;
+        if (now() > end) return LATE;
+    }
+    return NONE;
 }
 
 // ---- Reductions, in the order of the ranks. bfloat16 and float16 are reduced in float32 and rounded once.
@@ -206,49 +249,23 @@ struct Group {
     uint64_t* words(int peer) { return reinterpret_cast<uint64_t*>(control(peer).headers + (count & 1) * header); }
     char* data(int peer, uint32_t ahead = 0) { return base[peer] + slots + (count + ahead & 1) * slot; }
 
-    bool reached(int peer) {
-        return int32_t(control(peer).posted.value.load(std::memory_order_acquire) - count) >= 0;
-    }
-
-    int ended() {
-        for (int peer = 0; peer < size; peer++) {
-            pollfd look{processes[peer], POLLIN, 0};
-            if (processes[peer] >= 0 && poll(&look, 1, 0) > 0) return peer;
-        }
-        return -1;
-    }
-
-    int fail(Failure why, int peer) {
+    int fail(int why, int peer) {
         culprit = peer;
         return why;
     }
 
     int wait_for(int peer) {
-        for (int i = 0; i < spins; i++) {
-            if (reached(peer)) return NONE;
-            RELAX();
-        }
-        for (int i = 0; i < yields; i++) {
-            if (reached(peer)) return NONE;
-            sched_yield();
-        }
         Control& other = control(peer);
-        const timespec slice{0, 50000000};
-        for (const double end = now() + limit; !reached(peer);) {
-            other.waiters.value.fetch_add(1, std::memory_order_seq_cst);
-            const uint32_t seen = other.posted.value.load(std::memory_order_seq_cst);
-            if (int32_t(seen - count) < 0) futex(other.posted.value, FUTEX_WAIT, seen, &slice);
-            other.waiters.value.fetch_sub(1, std::memory_order_seq_cst);
-            if (reached(peer)) break;
-            if (aborted.load()) return fail(ABORTED, rank);
-            const int dead = ended();
-            const bool left = other.left.value.load(std::memory_order_acquire);
-            if (reached(peer)) break;  // it came meanwhile, and then ended or left
-            if (dead >= 0) return fail(DIED, dead);
-            if (left) return fail(LEFT, peer);
-            if (now() > end) return fail(LATE, peer);
-        }
-        return NONE;
+        int guilty = peer;
+        const int why = wait_until(
+            other.posted.value, other.waiters.value, limit, spins, yields,
+            [this](uint32_t seen) { return int32_t(seen - count) >= 0; },
+            [&] {
+                if (aborted.load()) return guilty = rank, ABORTED;
+                if (const int dead = ended(processes); dead >= 0) return guilty = dead, DIED;
+                return other.left.value.load(std::memory_order_acquire) ? LEFT : NONE;
+            });
+        return why ? fail(why, guilty) : NONE;
     }
 
     void post() {
@@ -408,6 +425,26 @@ void hp_stop(Group* group) {
     }
     if (group->worker.joinable()) group->worker.join();
     group->leave();
+}
+
+void hp_add(Counter* counter, uint64_t n) {
+    counter->value.fetch_add(n, std::memory_order_seq_cst);
+    if (counter->waiters.load(std::memory_order_seq_cst)) futex(counter->value, FUTEX_WAKE, INT32_MAX, nullptr);
+}
+
+int hp_await(Counter* counter, uint64_t value, Control* sender, const int* processes, int size, double limit, int spins,
+             int yields, int* culprit) {
+    const std::vector<int> peers(processes, processes + size);
+    return wait_until(
+        counter->value, counter->waiters, limit, spins, yields, [value](uint64_t seen) { return seen >= value; },
+        [&] {
+            if (const int dead = ended(peers); dead >= 0) return *culprit = dead, DIED;
+            return sender->left.value.load(std::memory_order_acquire) ? LEFT : NONE;
+        });
+}
+
+void hp_reduce(int dtype, int op, char* output, const char* const* inputs, int size, uint64_t nbytes) {
+    reduce(dtype, op, output, inputs, size, nbytes);
 }
 
 void hp_free(Group* group) {

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hp_onesided.cores import library
 from hp_onesided.cores.core import Team
 from hp_onesided.cores.segment import HEADERS
-from hp_onesided.cores.waiting import SPINS, YIELDS, Failure, WaitError
+from hp_onesided.cores.waiting import Failure, WaitError, looks
 from hp_onesided.planning.headers import DTYPES, OPS, REDUCED_AS, Call, words_of
 from hp_onesided.planning.steps import STEPS, Program
 
@@ -37,7 +37,7 @@ class NativeCore:
         bases = (ctypes.c_uint64 * shape.size)(*(each.address for each in team.segments))
         processes = (ctypes.c_int * shape.size)(*(team.processes.get(peer, -1) for peer in range(shape.size)))
         places = shape.header, shape.slots, shape.slot
-        self._group = core.hp_open(team.rank, shape.size, bases, processes, *places, team.limit, SPINS, YIELDS)
+        self._group = core.hp_open(team.rank, shape.size, bases, processes, *places, team.limit, *looks(shape.size))
 
     def prepare(self, program: Program, call: Call) -> _Prepared:
         """Write a program as the core reads it."""

@@ -111,8 +111,8 @@ class PythonCore:
                 self._busy = True
             try:
                 self._do(*self._queue[0])
-            except WaitError as error:
-                self._failed = self._failed or (self._finished + 1, error)
+            except BaseException:  # `_do` has noted it, for whoever waits for this one or a later one
+                pass
             finally:
                 with self._turn:
                     self._queue.popleft()

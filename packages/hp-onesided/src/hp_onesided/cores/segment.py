@@ -1,4 +1,4 @@
-"""Memory of one rank that the others of its host map: a counter, what is called, and two slots.
+"""Memory of one rank that the others of its host map: a counter, what is called, lines of messages, and two slots.
 
 It has no name, so nothing of it is left once the processes have ended, in whatever way.
 """
@@ -15,6 +15,8 @@ from hp_onesided.planning.steps import GRAIN
 
 POSTED, WAITERS, LEFT, HEADERS = 0, GRAIN, 2 * GRAIN, 3 * GRAIN
 """Where the counter is, the number of ranks that sleep on it, whether the rank has left, and the two headers."""
+MESSAGES = 8
+"""Records of messages to a peer, before there is a file for them."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,14 @@ class Shape:
         """Bytes of a header."""
         return -(-words_of(self.size) * 8 // GRAIN) * GRAIN
 
+    def line(self, peer: int) -> int:
+        """Where a peer's line is: two counters and the records of messages, see `hp_onesided.carriers.messages`."""
+        return HEADERS + 2 * self.header + peer * (2 + MESSAGES) * GRAIN
+
     @property
     def slots(self) -> int:
         """Where the first slot is."""
-        return -(-(HEADERS + 2 * self.header) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return -(-(self.line(self.size)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +102,7 @@ class Segment:
         nbytes: of the file.
 
     Attributes:
+        memory: that is mapped; what views it keeps it.
         address: where it is mapped.
 
     Raises:
@@ -103,8 +110,8 @@ class Segment:
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        self._map = mmap.mmap(descriptor, nbytes)
-        self._bytes = (ctypes.c_char * nbytes).from_buffer(self._map)
+        self.memory = mmap.mmap(descriptor, nbytes)
+        self._bytes = (ctypes.c_char * nbytes).from_buffer(self.memory)
         self.address = ctypes.addressof(self._bytes)
 
     def words(self, offset: int, count: int) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""What is known before anything is sent: who shares a host, and the steps of each collective, as data."""
+"""What is known before anything is sent: the steps of each collective, as data."""

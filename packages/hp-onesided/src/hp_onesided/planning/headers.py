@@ -17,6 +17,10 @@ WIDTHS = (4, 8, 2, 2, 1, 1, 2, 4, 8)
 """Bytes of an element of each of those nine."""
 REDUCED_AS = {"bool": "uint8", "complex64": "float32", "complex128": "float64"}
 """Other dtypes that are reduced, and what their bytes are taken for meanwhile."""
+REDUCED = frozenset({*DTYPES[: len(WIDTHS)], *REDUCED_AS})
+"""All dtypes that are reduced."""
+_FLOATS = ("float32", "float64", "bfloat16", "float16")
+_OF_BOOL = {"sum": "max", "product": "min"}
 _EXCHANGE = KINDS.index("all_to_all")
 _REDUCTIONS = (KINDS.index("reduce_scatter"), KINDS.index("all_reduce"))
 
@@ -60,14 +64,36 @@ class Call:
         return Call(KINDS[kind], DTYPES[dtype], OPS[op], root, words[1], *counts)
 
     def __str__(self) -> str:
-        if self.kind == "barrier":
-            return "barrier()"
+        if self.kind in ("barrier", "close"):
+            return f"{self.kind}()"
         if self.kind == "all_to_all":
             return f"all_to_all({self.dtype})"
         detail = {"broadcast": f", from rank {self.root} of the group"}.get(self.kind, "")
         if KINDS.index(self.kind) in _REDUCTIONS:
             detail = f", {self.op}"
         return f"{self.kind}({self.nbytes} bytes of {self.dtype}{detail})"
+
+
+def reduction(dtype: str, op: str) -> tuple[str, str]:
+    """Get what the cores take a dtype for in a reduction, and by what they do it: of truth values it is any, or all.
+
+    Args:
+        dtype: one that is reduced.
+        op: the reduction.
+    """
+    return REDUCED_AS.get(dtype, dtype), _OF_BOOL.get(op, op) if dtype == "bool" else op
+
+
+def reduces(dtype: str, op: str) -> bool:
+    """Tell whether there is a reduction of a dtype: complex numbers have no order, whole ones no mean of their own.
+
+    Args:
+        dtype: of the tensor.
+        op: the reduction, one of `OPS`.
+    """
+    if dtype.startswith("complex"):
+        return dtype in REDUCED and op in ("sum", "avg")
+    return dtype in REDUCED and (op != "avg" or dtype in _FLOATS)
 
 
 def words_of(size: int) -> int:

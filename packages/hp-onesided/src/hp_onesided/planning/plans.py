@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from hp_onesided.planning.topology import Hosts
+from hp_platform.extend import Hosts
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 @dataclass(frozen=True)
@@ -20,13 +22,13 @@ class Part:
         share: the larger tensor of this part, as a share of the larger tensor of the whole collective.
     """
 
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    kind: Kind
     level: Literal["host", "between"]
     groups: tuple[tuple[int, ...], ...]
     share: Fraction
 
 
-def two_level(kind: Literal["all_reduce", "all_gather", "reduce_scatter"], hosts: Hosts) -> tuple[Part, ...]:
+def two_level(kind: Kind, hosts: Hosts) -> tuple[Part, ...]:
     """Do a collective over several hosts so that what crosses between them is smallest.
 
     An all-reduce becomes a reduce-scatter on each host, an all-reduce between the ranks of equal place, and an

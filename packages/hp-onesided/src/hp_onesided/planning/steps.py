@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-KINDS = ("barrier", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-"""The collectives; their numbers are known to the native core."""
+KINDS = ("barrier", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "close")
+"""The collectives, and the end of symmetric memory; ranks tell each other their numbers."""
 STEPS = ("copy_in", "post", "wait", "check", "copy", "copy_out", "reduce", "reduce_in")
 """The kinds of steps, likewise."""
 GRAIN = 64

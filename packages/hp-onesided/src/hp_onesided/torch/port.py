@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ _COMBINE: dict[str, Callable[..., Any]] = {
     "product": torch.mul,
 }
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors without a meaning of their own."""
 _ANY = ctypes.c_char * 2**46  # one type for memory of all sizes: ctypes keeps each type that was made
 
 
@@ -34,9 +36,15 @@ def limit(group: torch.distributed.ProcessGroup) -> float | None:
 
 
 def dtype(tensor: torch.Tensor) -> str | None:
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg() or _keeps_results():
-        return None
-    return _NAMES.get(tensor.dtype)
+    return stored_dtype(tensor) if is_plain(tensor) and not _keeps_results() else None
+
+
+def stored_dtype(tensor: torch.Tensor) -> str | None:
+    return _NAMES.get(tensor.dtype) if tensor.is_cpu else None
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in PLAIN and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _keeps_results() -> bool:
@@ -50,8 +58,47 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
+def width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def view(memory: Any, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
+
+
 def seen(name: str) -> torch.autograd.profiler.record_function | None:
     return torch.autograd.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else None
+
+
+def empty(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    return tensor.new_empty(count)
+
+
+def arranged(tensor: torch.Tensor, order: Sequence[int] | None, count: int) -> torch.Tensor:
+    flat = tensor.data.view(-1)  # what is written to it, autograd does not see, as it does not see what gloo writes
+    if order is not None:
+        return flat.view(len(order), -1)[list(order)].view(-1)
+    return flat if flat.numel() == count else torch.nn.functional.pad(flat, (0, count - flat.numel()))
+
+
+def land(output: torch.Tensor, values: torch.Tensor, order: Sequence[int] | None) -> None:
+    flat = output.data.view(-1)
+    if order is not None:
+        values = values.view(len(order), -1)[list(order)].view(-1)
+    if values.data_ptr() != flat.data_ptr():
+        flat.copy_(values[: flat.numel()])
+
+
+def divide(tensor: torch.Tensor, size: int) -> None:
+    tensor.div_(size)
 
 
 def reduce(target: int, parts: Sequence[int], nbytes: int, dtype: str, op: str) -> None:

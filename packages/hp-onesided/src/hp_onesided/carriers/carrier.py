@@ -1,56 +1,62 @@
-"""Collectives of a group whose ranks share a host, over memory that they share: hp-platform's Carrier."""
+"""Collectives and messages of a group whose ranks share a host, over memory that they share: hp-platform's Carrier."""
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+from hp_onesided.carriers.messages import Message, Messages
 from hp_onesided.cores.core import Core, Team
 from hp_onesided.cores.processes import release
 from hp_onesided.cores.waiting import Failure, WaitError
 from hp_onesided.planning import steps
-from hp_onesided.planning.headers import DTYPES, REDUCED_AS, WIDTHS, Call, disagreement
+from hp_onesided.planning.headers import REDUCED, Call, disagreement, reduction
 from hp_onesided.port import Tensor, port
 from hp_platform.extend import process_state
 
-_PATIENCE = 10.0
+_log = logging.getLogger("hp_onesided")
+PATIENCE = 10.0
 """Seconds that a group's end waits for what was issued and nobody waited for."""
 _PROGRAMS = 1024
 """Programs that a group keeps; when it has as many, it forgets them all."""
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
-_REDUCED = frozenset({*DTYPES[: len(WIDTHS)], *REDUCED_AS})
-_OF_BOOL = {"sum": "max", "product": "min"}
-"""What reductions of truth values are: any, and all."""
+_MESSAGES = ("send", "recv")
 
 
 class SharedMemory:
-    """The collectives of one group; a `hp_platform.communication.carriers.Carrier`.
+    """The collectives and messages of one group; a `hp_platform.communication.carriers.Carrier`.
 
     Args:
         core: that runs them.
         team: the ranks, as the core has them.
         members: their global ranks.
+        messages: between two of them.
 
     Attributes:
-        issued: collectives that were begun.
+        issued: collectives and messages that were begun.
     """
 
-    def __init__(self, core: Core, team: Team, members: Sequence[int]) -> None:
-        self._core, self._team, self._members = core, team, members
+    def __init__(self, core: Core, team: Team, members: Sequence[int], messages: Messages) -> None:
+        self._core, self._team, self._members, self._messages = core, team, members, messages
         self._programs: dict[tuple[Any, ...], Any] = {}
         self._kept: dict[int, Any] = {}
         self._last = self.issued = 0
+        self._broken = ""  # what every call says from then on
         port()  # found here, and not in a collective
 
     def takes(self, kind: str, tensor: Tensor | None, op: str) -> bool:
         """Tell whether a collective of such a tensor goes through shared memory."""
         if tensor is None:
             return True
+        if kind in _MESSAGES:
+            return port().stored_dtype(tensor) is not None
         dtype = port().dtype(tensor)
-        return dtype is not None and (kind not in _REDUCTIONS or dtype in _REDUCED)
+        return dtype is not None and (kind not in _REDUCTIONS or dtype in REDUCED)
 
     def start(
         self,
@@ -102,22 +108,71 @@ class SharedMemory:
             raise self._failed(error, kind) from None
         return None
 
+    def message(self, tensor: Tensor, peer: int, kind: str, tag: int, async_op: bool) -> PendingMessage | None:
+        """Send a tensor to a rank of the group, or receive one, or begin to."""
+        own = port()
+        dtype = own.stored_dtype(tensor)
+        assert dtype is not None, "asked before"
+        if not own.is_plain(tensor):  # the other rank can't know
+            raise TypeError(f"{kind}: takes a plain tensor, got {type(tensor).__name__}; take its local values")
+        if self._broken:
+            raise RuntimeError(self._broken)
+        self.issued += 1
+        message = Message(kind == "send", peer, own.address(tensor), tensor.nbytes, dtype, tag, tensor)
+        with own.seen(f"hp_onesided:{kind}") or nullcontext():
+            pending = PendingMessage(self, message)
+            try:
+                self._messages.begin(message)
+            except (WaitError, OSError) as error:
+                raise self._failed(error, kind) from None
+            if async_op:
+                return pending
+            pending.wait()
+        return None
+
+    def is_message_done(self, message: Message) -> bool:
+        """Tell whether a message has ended, well or not."""
+        try:
+            return self._messages.is_done(message) or bool(self._broken)
+        except (WaitError, OSError):  # whoever waits raises it
+            return True
+
+    def finish_message(self, message: Message) -> None:
+        """Wait for a message.
+
+        Raises:
+            RuntimeError: it can't be done.
+        """
+        try:
+            self._messages.wait(message)
+        except (WaitError, OSError) as error:
+            raise self._failed(error, "send" if message.sending else "recv") from None
+        if message.problem:
+            rank = self._members[message.peer]
+            raise RuntimeError(f"hp_onesided: rank {rank} {message.problem} (tag {message.tag})")
+
     def is_broken(self) -> bool:
         """Tell whether a collective failed, so that the group is of no use any more."""
-        return self._core.failed()
+        return bool(self._broken) or self._core.failed()
 
     def abort(self) -> None:
         """End what runs, here and on the ranks that wait for this one; from any thread."""
         self._core.abort()
+        self._messages.abort()
 
     def close(self) -> None:
         """Finish what was issued, if the others come to it, and end the group's thread."""
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while self._core.finished() < self._last and time.monotonic() < deadline:
             time.sleep(0.001)
         if self._core.finished() < self._last:
             self._core.abort()
-        self._core.stop()
+        self._core.stop()  # those that wait for this rank learn of it, and need not be waited for if they end, too
+        failing = bool(self._broken) or sys.exc_info()[0] is not None or hasattr(sys, "last_type")
+        patience = min(PATIENCE, self._team.limit) if failing else self._team.limit
+        for peer, count in self._messages.close(patience).items():
+            text = "hp_onesided: rank %d has left with %d messages that rank %d had not read within %g s: they are lost"
+            _log.warning(text, self._members[self._team.rank], count, self._members[peer], patience)
         self._kept.clear()
         release(self._team.pids[peer] for peer in self._team.processes)
 
@@ -128,6 +183,10 @@ class SharedMemory:
         self._last = number = self._core.issue(prepared, target, source)
         self._kept[number] = prepared, output, tensor
         return Pending(self, number, kind)
+
+    def is_done(self, number: int) -> bool:
+        """Tell whether what was issued has ended, well or not."""
+        return self._core.finished() >= number
 
     def finish(self, number: int, kind: str) -> None:
         """Wait for what was issued, and let go of its tensors."""
@@ -143,8 +202,8 @@ class SharedMemory:
         call = Call(*key)
         rank, shape = self._team.rank, self._team.shape
         place = rank, shape.size
-        if call.dtype == "bool" and call.kind in _REDUCTIONS:
-            call = replace(call, op=_OF_BOOL.get(call.op, call.op))
+        if call.kind in _REDUCTIONS:
+            call = replace(call, op=reduction(call.dtype, call.op)[1])
         if call.kind == "barrier":
             program = steps.barrier(*place)
         elif call.kind == "broadcast":
@@ -158,7 +217,16 @@ class SharedMemory:
         prepared = self._programs[key] = self._core.prepare(program, call)
         return prepared
 
-    def _failed(self, error: WaitError, kind: str) -> RuntimeError:
+    def _failed(self, error: WaitError | OSError, kind: str) -> RuntimeError:
+        """Make of a failure the error that this and all later calls raise; the other ranks learn that this one left."""
+        if not self._broken:
+            self._broken = f"hp_onesided: {self._reason(error, kind)}"
+            self.abort()
+        return RuntimeError(self._broken)
+
+    def _reason(self, error: WaitError | OSError, kind: str) -> str:
+        if isinstance(error, OSError):
+            return f"rank {self._members[self._team.rank]} can't get memory for its {kind}: {error}"
         rank = self._members[error.peer]
         among = f"the {kind} over ranks {list(self._members)}"
         if error.failure is Failure.REFUSED:
@@ -172,7 +240,7 @@ class SharedMemory:
         else:
             state = "is stopped" if process_state(self._team.pids[error.peer]) == "T" else "lives"
             text = f"rank {rank} did not come to {among} within {self._team.limit:g} s; its process {state}"
-        return RuntimeError(f"hp_onesided: {text}")
+        return text
 
 
 class Pending:
@@ -189,6 +257,10 @@ class Pending:
     def __init__(self, carrier: SharedMemory, number: int, kind: str) -> None:
         self._carrier, self._number, self._kind = carrier, number, kind
 
+    def is_done(self) -> bool:
+        """Tell whether it has ended, well or not."""
+        return self._carrier.is_done(self._number)
+
     def wait(self) -> None:
         """Wait until it is done.
 
@@ -196,6 +268,32 @@ class Pending:
             RuntimeError: it can't be done.
         """
         self._carrier.finish(self._number, self._kind)
+
+
+class PendingMessage:
+    """A message under way.
+
+    Args:
+        carrier: whose.
+        message: as this rank has it.
+    """
+
+    __slots__ = ("_carrier", "_message")
+
+    def __init__(self, carrier: SharedMemory, message: Message) -> None:
+        self._carrier, self._message = carrier, message
+
+    def is_done(self) -> bool:
+        """Tell whether it is done."""
+        return self._carrier.is_message_done(self._message)
+
+    def wait(self) -> None:
+        """Wait until it is done.
+
+        Raises:
+            RuntimeError: it can't be done.
+        """
+        self._carrier.finish_message(self._message)
 
 
 def _bytes_of(tensor: Tensor, rows: Sequence[int], size: int) -> tuple[int, ...]:
