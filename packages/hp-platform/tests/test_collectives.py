@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
         (ValueError, r"tensor must be contiguous, got shape \(2, 4\) with strides \(1, 2\): pass tensor.contiguous",
          lambda: collectives.all_reduce(strided, group=group)),
         (ValueError, "tensor must be contiguous", lambda: collectives.broadcast(strided, 0, group=group)),
-        (ValueError, "tensor must be contiguous", lambda: collectives.send(strided, 0, group=group)),
+        (ValueError, "tensor must be contiguous", lambda: collectives.send(strided, 1 - rank(), group=group)),
         (ValueError, "Unknown reduction op 'mean'; expected one of: sum, avg, min, max, product",
          lambda: collectives.all_reduce(two, "mean", group=group)),
         (ValueError, "Unknown reduction op 'mean'", lambda: collectives.reduce_scatter(two, four, "mean", group=group)),
@@ -304,6 +304,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
          lambda: collectives.broadcast(two, 2, group=group)),
         (ValueError, "dst must be a rank of the group, from 0 to 1, got -1",
          lambda: collectives.send(two, -1, group=group)),
+        (ValueError, "recv: src must be another rank of the group, got this rank's own, ",
+         lambda: collectives.recv(two, rank(), group=group)),
     ]  # fmt: skip
     for error, text, call in refused:
         with pytest.raises(error, match=text):

@@ -252,7 +252,7 @@ def send(tensor: Tensor, dst: int, *, group: Group, tag: int = 0, async_op: bool
         With ``async_op`` the handle to wait for, else None.
 
     Raises:
-        ValueError: the tensor is not contiguous, or the group has no such rank.
+        ValueError: the tensor is not contiguous, or the group has no such other rank.
     """
     return _point_to_point("send", tensor, "dst", dst, group, tag, async_op)
 
@@ -271,7 +271,7 @@ def recv(tensor: Tensor, src: int, *, group: Group, tag: int = 0, async_op: bool
         With ``async_op`` the handle to wait for, else None.
 
     Raises:
-        ValueError: the tensor is not contiguous, or the group has no such rank.
+        ValueError: the tensor is not contiguous, or the group has no such other rank.
     """
     return _point_to_point("recv", tensor, "src", src, group, tag, async_op)
 
@@ -309,6 +309,10 @@ def _point_to_point(
         raise not_contiguous("tensor", tensor)
     backend, own = _primitives()
     check_peer(name, peer, own.size(group))
+    if peer == own.rank(group):
+        raise ValueError(f"{kind}: {name} must be another rank of the group, got this rank's own, {peer}.")
+    if (carrier := _taking(kind, tensor, "sum", group)) is not None:
+        return _issue(kind, tensor, group, async_op, None, carrier.message, tensor, peer, kind, tag, async_op)
     primitive = backend.send if kind == "send" else backend.recv
     return _issue(kind, tensor, group, async_op, None, primitive, tensor, peer, group, tag, async_op)
 

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 from hp_platform.platforms.launchers import memory_bytes, peak_resident_bytes, processor_name, reset_peak_resident_bytes
 from hp_platform.platforms.ports import choose_kind
 from hp_platform.port import Capabilities, port
+
+
+class Share:
+    """Cores that the work on a stream is limited to, until they are given back; made by `devices.share`.
+
+    Attributes:
+        stream: the stream to issue the work on.
+    """
+
+    def __init__(self, stream: Any, give_back: Callable[[], None]) -> None:
+        self.stream = stream
+        self._give_back: Callable[[], None] | None = give_back
+
+    def give_back(self) -> None:
+        """End the limit; a second call does nothing. On a GPU the shared stream then waits for this one's work."""
+        if self._give_back is not None:
+            end, self._give_back = self._give_back, None
+            end()
+
+    def __enter__(self) -> Any:
+        """Get the stream to issue the work on; at the end of the block the share is given back."""
+        return self.stream
+
+    def __exit__(self, *error: object) -> None:
+        self.give_back()
 
 
 class Devices:
@@ -72,6 +98,64 @@ class Devices:
             RuntimeError: MindSpore on CPU, which has none; `capabilities.streams` tells.
         """
         return port().devices.stream(self.kind)
+
+    def cores(self) -> dict[str, int]:
+        """Count the cores that the current device offers for shares: {"cube": 24, "vector": 48} on an NPU.
+
+        A cube core multiplies matrices, a vector core does the rest. A GPU's multiprocessors do both and count as
+        "cube", its only kind.
+
+        Raises:
+            RuntimeError: on a CPU, and where the framework in use can't limit a stream.
+        """
+        if self.kind == "cpu":
+            raise RuntimeError(
+                "the work on a stream is limited to some cores on an NPU or a GPU; this is a CPU, which runs it in the"
+                " calling thread: leave devices.share and devices.cores out here"
+            )
+        return port().devices.cores(self.kind)
+
+    def share(self, stream: Any, *, cube: int | None = None, vector: int | None = None) -> Share:
+        """Limit the cores that the work on a stream may use, so that work on another stream finds some free.
+
+        It is a limit, no reservation: others may use these cores as well, and two shares may be of the same ones. It
+        is at once in force for what is issued from then on.
+
+            with devices.share(devices.stream(), cube=8) as stream, devices.device_module().stream(stream):
+                exchanged = pack(rows)  # beside what the current stream runs
+
+        On an NPU the stream itself is limited, by `torch.npu.set_stream_limit` or `mindspore.runtime.set_stream_limit`;
+        after a process's first limit torch_npu looks for one at every operator that it issues, to the process's end.
+        CUDA limits no stream that exists: the share has another one, of a green context, which first waits for the work
+        on ``stream``; the driver gives multiprocessors in groups (of 8 on an H100), so there may be a few more than
+        asked for. Memory crosses over to it as to any other stream (`Tensor.record_stream`). A process keeps one green
+        context for each number of multiprocessors. Nothing of this was run on a GPU or an NPU.
+
+        Args:
+            stream: a stream of the current device. On an NPU it has one limit of each kind: a second share replaces
+                those that it names, and either share's end is the end of both.
+            cube: so many cube cores, on a GPU multiprocessors, from 1 to what `cores` says. Default: all.
+            vector: so many vector cores; an NPU alone has them. Default: all.
+
+        Returns:
+            The share. Work is issued on its ``stream``; `give_back`, or the end of a ``with`` block, ends it.
+
+        Raises:
+            RuntimeError: what `cores` raises.
+            TypeError: a number that is no int.
+            ValueError: neither is given, or more cores than the device has, or fewer than 1, or vector cores of a GPU.
+        """
+        have = self.cores()
+        wanted = {name: number for name, number in (("cube", cube), ("vector", vector)) if number is not None}
+        if not wanted:
+            raise ValueError(f"devices.share: no number of cores is given; this device has {have}")
+        for name, number in wanted.items():
+            if type(number) is not int:
+                raise TypeError(f"devices.share: {name} is {number!r}, expected an int, a number of cores")
+            if not 1 <= number <= have.get(name, 0):
+                limits = f"expected 1 to {have[name]}" if name in have else "whose cores are all of one kind, cube"
+                raise ValueError(f"devices.share: {name}={number} on a device with {have} cores, {limits}")
+        return Share(*port().devices.share(self.kind, stream, wanted.get("cube"), wanted.get("vector")))
 
     def name(self) -> str:
         """Name the current device as its maker does, such as "NVIDIA H100 80GB HBM3"."""

@@ -12,7 +12,9 @@ from hp_platform.communication.agreement import (
     share_numbers,
     tensor_to_bytes,
 )
+from hp_platform.communication.carriers import carrier_of, run_unobserved, set_transport
 from hp_platform.communication.checks import attribute_to, attributed_modules, observers
+from hp_platform.communication.topology import Hosts, Level, hosts_of, level, level_of
 from hp_platform.failures.debugging import TERMINAL, inspect_error, open_debugger
 from hp_platform.failures.flight import Flight, beating, note_step, read_flight, record_flight
 from hp_platform.failures.hangs import (
@@ -26,7 +28,7 @@ from hp_platform.failures.hangs import (
 )
 from hp_platform.failures.listening import own_network
 from hp_platform.failures.peers import FailedRankError
-from hp_platform.groups import init_on_this_machine, own_rank, when_groups_end
+from hp_platform.groups import init_on_this_machine, own_rank, second_group, when_groups_end
 from hp_platform.platforms.launchers import (
     Place,
     divide_threads,
@@ -58,7 +60,9 @@ __all__ = [
     "DEVICE",
     "FailedRankError",
     "Flight",
+    "Hosts",
     "KINDS",
+    "Level",
     "PLATFORM",
     "PLATFORMS",
     "Place",
@@ -71,12 +75,14 @@ __all__ = [
     "attributed_modules",
     "beating",
     "bytes_to_tensor",
+    "carrier_of",
     "describe",
     "describe_hang",
     "end_with_parent",
     "find_hang",
     "gather_bytes",
     "has_ended",
+    "hosts_of",
     "last_operation",
     "init_on_this_machine",
     "inside_launcher",
@@ -84,6 +90,8 @@ __all__ = [
     "launcher_place",
     "inspect_error",
     "lazy_exports",
+    "level",
+    "level_of",
     "leave_to_speaker",
     "load_port",
     "divide_threads",
@@ -100,8 +108,11 @@ __all__ = [
     "read_flight",
     "record_flight",
     "reduce_numbers",
+    "run_unobserved",
     "say_once",
+    "second_group",
     "send_signal",
+    "set_transport",
     "speaks_for_ranks",
     "share_bytes",
     "share_numbers",

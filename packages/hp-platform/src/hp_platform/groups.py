@@ -292,16 +292,17 @@ def number_of(group: Group) -> int | None:
     return 0 if group == _registry.world else _registry.numbers.get(group)
 
 
-def second_group(ranks: Sequence[int]) -> Group:
+def second_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Group:
     """Make another group of a set of ranks, whose collectives may run beside those of the first.
 
     Only the members call it, each alike; it is not the one that `new_group` returns.
 
     Args:
         ranks: global ranks, this one among them.
+        timeout: how long an operation in it may take; by default the backend's.
     """
     known_groups()
-    return _make(tuple(sorted(ranks)), None, None, None)
+    return _make(tuple(sorted(ranks)), None, timeout, None)
 
 
 def split_group(

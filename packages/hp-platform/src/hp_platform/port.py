@@ -7,7 +7,7 @@ its name in the framework's folder.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -185,6 +185,10 @@ class Groups(Protocol):
         """Let the ranks of a group learn of each other, so that the loss of one can be told; `patiently` at init."""
         ...
 
+    def networks(self, ranks: Sequence[int]) -> list[str] | None:
+        """Get what global ranks named as their networks when they met; None where one of them is not known."""
+        ...
+
     def leave(self) -> None:
         """Forget the default group, which is gone."""
         ...
@@ -246,6 +250,18 @@ class Devices(Protocol):
     def reset_peak_memory(self, kind: str) -> None: ...
 
     def stream(self, kind: str) -> Any: ...
+
+    def cores(self, kind: str) -> dict[str, int]:
+        """Count an accelerator's cores, "cube" and, where they are cores of their own, "vector".
+
+        Raises:
+            RuntimeError: the framework can't limit a stream to some of them.
+        """
+        ...
+
+    def share(self, kind: str, stream: Any, cube: int | None, vector: int | None) -> tuple[Any, Callable[[], None]]:
+        """Limit a stream of the current device; returns the stream to issue work on, and what ends the limit."""
+        ...
 
     def empty_cache(self, kind: str) -> None: ...
 

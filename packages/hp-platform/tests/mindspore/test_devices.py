@@ -9,6 +9,7 @@ from mindspore import Tensor, ops
 
 import hp_platform
 from hp_platform import get_platform
+from hp_platform.devices import Devices
 from hp_testing import as_array, device_type, on_ranks
 
 
@@ -37,6 +38,34 @@ def test_streams_are_asked_for_before_one_is_made():
     with pytest.raises(RuntimeError, match="no streams on CPU: check get_platform"):
         devices.stream()
     assert not devices.capabilities.pinned_memory and not devices.capabilities.native_collectives
+
+
+@on_ranks(2)
+def test_a_cpu_has_no_shares_of_its_cores():
+    devices = get_platform().devices
+    if devices.kind != "cpu":
+        pytest.skip("of the CPU")
+    with pytest.raises(RuntimeError, match=r"limited to some cores on an NPU or a GPU; this is a CPU"):
+        devices.share(None, cube=8)
+
+
+def test_a_share_on_ascend_is_a_limit_of_the_stream(monkeypatch):
+    calls = []
+
+    def record(name, result=None):
+        return lambda *args: (calls.append((name, *args)), result)[1]
+
+    monkeypatch.setattr(Devices, "kind", "npu")
+    limits = {"cube_core_num": 20, "vector_core_num": 40}
+    monkeypatch.setattr(mindspore.runtime, "get_device_limit", record("device", limits))
+    monkeypatch.setattr(mindspore.runtime, "set_stream_limit", record("set"))
+    monkeypatch.setattr(mindspore.runtime, "reset_stream_limit", record("reset"))
+    devices = get_platform().devices
+    with devices.share("a stream", cube=8) as stream:
+        assert stream == "a stream" and calls == [("device", 0), ("set", "a stream", 8, -1)]
+    assert calls[2:] == [("reset", "a stream")]
+    with pytest.raises(ValueError, match="vector=41 on a device with .* expected 1 to 40"):
+        devices.share("a stream", vector=41)
 
 
 @on_ranks(2)

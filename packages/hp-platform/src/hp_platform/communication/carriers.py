@@ -1,9 +1,9 @@
-"""Carriers: other ways than the backend's for collectives of one group, as memory that the ranks of a host share.
+"""Carriers: other ways than the backend's for a group's collectives and messages, as memory that a host's ranks share.
 
 Note [Carriers]
     A package offers one by an entry point of the group `hp_platform.carriers`; hp-onesided does. Its function is called
     by all ranks of each new group, and returns a carrier on all of them or on none. Then the checked collectives ask it
-    whether it takes a tensor, and issue there what it takes; everything else, messages between two ranks too, goes
+    whether it takes a tensor, and issue there what it takes, messages between two ranks too; everything else goes
     through the backend as before. Without such a package nothing is asked. HYPER_PARALLEL_TRANSPORT=backend, on all
     ranks, leaves all to the backend.
 """
@@ -25,6 +25,7 @@ ENTRY_POINTS = "hp_platform.carriers"
 _CHOICES = ("auto", "backend")
 _RECORD = 1024  # bytes in which a rank says something while a carrier is opened
 _carriers: dict[Group, Carrier | None] = {}
+_chosen = "auto"
 
 
 class Carrier(Protocol):
@@ -40,7 +41,8 @@ class Carrier(Protocol):
         """Tell whether it does a collective.
 
         Args:
-            kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "barrier".
+            kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "barrier"; or "send" and
+                "recv", which are taken both or neither.
             tensor: contiguous; None for a barrier.
             op: of a reduction: "sum", "avg", "min", "max" or "product".
         """
@@ -74,6 +76,21 @@ class Carrier(Protocol):
         """
         ...
 
+    def message(self, tensor: Tensor, peer: int, kind: str, tag: int, async_op: bool) -> Handle | None:
+        """Send a tensor that it takes, or receive one, or begin to.
+
+        Args:
+            tensor: contiguous.
+            peer: the other rank, in the group.
+            kind: "send" or "recv".
+            tag: tells messages between the same two ranks apart.
+            async_op: return a handle at once.
+
+        Raises:
+            RuntimeError: the peer has ended, did not come in time, or sent something else; also of the handle's `wait`.
+        """
+        ...
+
     def is_broken(self) -> bool:
         """Tell whether a collective failed, after which each of the group's does."""
         ...
@@ -97,7 +114,47 @@ def carrier_of(group: Group) -> Carrier | None:
     Args:
         group: of this process.
     """
-    return _carriers.get(group)
+    return _carriers.get(group) if _chosen == "auto" else None
+
+
+def set_transport(transport: str) -> None:
+    """Choose what collectives go through from here on, in groups that there are too; all ranks call it alike.
+
+    Args:
+        transport: "auto" asks carriers, where HYPER_PARALLEL_TRANSPORT does not say otherwise; "backend" asks none.
+
+    Raises:
+        ValueError: another one.
+    """
+    global _chosen
+    if transport not in _CHOICES:
+        raise ValueError(f"set_transport: {transport!r} is unknown. Choose one of: {', '.join(_CHOICES)}.")
+    _chosen = transport
+
+
+def run_unobserved(kind: str, output: Tensor, tensor: Tensor, op: str, group: Group) -> None:
+    """Do a collective that is a part of another one, by the group's carrier or its backend; observers don't see it.
+
+    Args:
+        kind: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all" of equal parts.
+        output: where the result lands; of an all-reduce the tensor itself.
+        tensor: the input.
+        op: of a reduction: "sum", "min", "max" or "product".
+        group: whose ranks all call this.
+    """
+    carrier = carrier_of(group)
+    if carrier is not None and carrier.takes(kind, tensor, op):
+        work = carrier.start(kind, output, tensor, op, (), (), 0, False)
+    elif kind == "all_reduce":
+        work = port().collectives.all_reduce(tensor, op, group, False)
+    elif kind == "all_gather":
+        work = port().collectives.all_gather(output, tensor, group, False)
+    elif kind == "all_to_all":
+        work = port().collectives.all_to_all(output, tensor, [], [], group, False)
+    else:
+        work = port().collectives.reduce_scatter(output, tensor, op, group, False)
+    if work is not None:
+        work.wait()
 
 
 def open_carrier(group: Group) -> None:

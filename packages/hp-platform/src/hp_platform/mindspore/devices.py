@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mindspore
@@ -78,6 +79,19 @@ def stream(kind: str) -> Any:
             "MindSpore has no streams on CPU: check get_platform().devices.capabilities.streams before creating one."
         )
     return mindspore.runtime.Stream()
+
+
+def cores(kind: str) -> dict[str, int]:
+    """Count Ascend's cores, by kind of core."""
+    limit = mindspore.runtime.get_device_limit(mindspore.context.get_context("device_id"))
+    return {"cube": limit["cube_core_num"], "vector": limit["vector_core_num"]}
+
+
+def share(kind: str, stream: Any, cube: int | None, vector: int | None) -> tuple[Any, Callable[[], None]]:
+    """Limit a stream."""
+    numbers = (-1 if number is None else number for number in (cube, vector))
+    mindspore.runtime.set_stream_limit(stream, *numbers)
+    return stream, lambda: mindspore.runtime.reset_stream_limit(stream)
 
 
 def name(kind: str) -> str:

@@ -157,6 +157,11 @@ def meet(ranks: Sequence[int], patiently: bool) -> None:
     """Do nothing: MindSpore raises nothing where a rank is lost, so nobody needs to be known."""
 
 
+def networks(ranks: Sequence[int]) -> list[str] | None:
+    """Know of none; see `meet`."""
+    return None
+
+
 def leave() -> None:
     """Do nothing; see `meet`."""
 

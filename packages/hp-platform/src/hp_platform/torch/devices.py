@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -73,6 +75,42 @@ def synchronize(kind: str) -> None:
 def stream(kind: str) -> Any:
     """Make a side stream; on CPU one that runs nothing aside."""
     return device_module(kind).Stream()
+
+
+def cores(kind: str) -> dict[str, int]:
+    """Count an accelerator's cores, by kind of core."""
+    module, index = device_module(kind), torch.accelerator.current_device_index()
+    if kind == "npu" and hasattr(module, "set_stream_limit"):
+        limit = module.get_device_limit(index)
+        return {"cube": limit["cube_core_num"], "vector": limit["vector_core_num"]}
+    green = getattr(module, "green_contexts", None) if kind == "cuda" else None
+    if green is not None and green.SUPPORTED and hasattr(green.GreenContext, "Stream"):
+        return {"cube": module.get_device_properties(index).multi_processor_count}
+    missing = {
+        "npu": "torch.npu has no set_stream_limit; torch_npu 2.13 has it",
+        "cuda": "torch.cuda has no green contexts with streams; builds of PyTorch 2.13 for CUDA have them",
+    }
+    raise RuntimeError(
+        f"{version()} can't limit a stream to some cores: {missing.get(kind, f'it has no way to do so on {kind}')}"
+    )
+
+
+def share(kind: str, stream: Any, cube: int | None, vector: int | None) -> tuple[Any, Callable[[], None]]:
+    """Limit a stream; on CUDA, make one that is limited."""
+    if kind == "npu":
+        numbers = (-1 if number is None else number for number in (cube, vector))
+        module = device_module(kind)
+        module.set_stream_limit(stream, *numbers)
+        return stream, lambda: module.reset_stream_limit(stream)
+    limited = _green_context(torch.accelerator.current_device_index(), cube).Stream()
+    limited.wait_stream(stream)
+    return limited, lambda: stream.wait_stream(limited)
+
+
+@cache
+def _green_context(index: int, multiprocessors: int) -> Any:
+    """Get the green context of so many multiprocessors: kept, since its end would have to wait for its streams."""
+    return torch.cuda.green_contexts.GreenContext.create(num_sms=multiprocessors, device_id=index)
 
 
 def name(kind: str) -> str:

@@ -169,6 +169,11 @@ def meet(ranks: Sequence[int], patiently: bool) -> None:
     peers.meet(ranks, None if patiently else peers.PATIENCE)
 
 
+def networks(ranks: Sequence[int]) -> list[str] | None:
+    """Get the networks that global ranks named when they met."""
+    return peers.networks(ranks)
+
+
 def backend_options(options: Any, backend: str) -> Any:
     """Translate GroupOptions into the backend's own; whatever else is given passes as it is.
 

@@ -170,6 +170,16 @@ def meet(ranks: Sequence[int], patience: timedelta | None = PATIENCE) -> None:
     _here.meet(ranks, patience)
 
 
+def networks(ranks: Sequence[int]) -> list[str] | None:
+    """Get the networks that ranks of the default group named; None where one of them has not said it.
+
+    Args:
+        ranks: global ranks.
+    """
+    known = {} if _here is None else _here.addresses
+    return [known[rank].network for rank in ranks] if all(rank in known for rank in ranks) else None
+
+
 def leave() -> None:
     """Stop listening; the default group is gone."""
     global _here

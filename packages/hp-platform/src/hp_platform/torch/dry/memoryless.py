@@ -31,6 +31,7 @@ T = torch.Tensor
 value_observers: list[Callable[[str], None]] = []
 """Are told what was taken for the values of a whole tensor that has none."""
 _META = torch.device("meta")
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 class Peers(Protocol):
@@ -77,7 +78,7 @@ _DONE: Handle = _Done()
 
 
 @contextlib.contextmanager
-def dry_world(size: int, rank: int, *, peers: Peers | None = None, backend: str = "gloo") -> Iterator[None]:
+def dry_world(size: int, rank: int, *, peers: Peers | None = None, kind: str | None = None) -> Iterator[None]:
     """Be one rank of a world without the others and without memory: Note [A dry world].
 
     Example:
@@ -88,13 +89,15 @@ def dry_world(size: int, rank: int, *, peers: Peers | None = None, backend: str 
         size: number of ranks of the world.
         rank: this process's.
         peers: what other ranks say; None is the same as this one.
-        backend: whose ways are played, "gloo", "nccl" or "hccl": who averages, and whether messages have tags.
+        kind: of the device that is played, "cpu", "cuda" or "npu": kernels are chosen by it, and its backend decides
+            who averages and whether messages have tags. None is this machine's.
 
     Raises:
         RuntimeError: there is a world of processes already.
     """
-    spoken = spoken_collectives(Alike() if peers is None else peers, backend)
-    with alone_in_world(size, rank, spoken, _devices()), _kernels_without_memory(), _Values(), _without_autocast():
+    kind = here.kind if kind is None else kind
+    spoken = spoken_collectives(Alike() if peers is None else peers, _BACKENDS[kind])
+    with alone_in_world(size, rank, spoken, _devices(kind)), _kernels_without_memory(), _Values(), _without_autocast():
         with torch.compiler.set_stance("force_eager"):
             yield
 
@@ -141,7 +144,7 @@ def _kernels_without_memory() -> Iterator[None]:
         library._destroy()
 
 
-def _devices() -> Any:
+def _devices(played: str) -> Any:
     """Make the port's devices: the current one and the host are meta, whose tensors count as having memory.
 
     What copies on side streams does the same copies at once, as on CPU.
@@ -149,7 +152,7 @@ def _devices() -> Any:
     own = {name: value for name, value in vars(devices).items() if not name.startswith("__")}
 
     def kind_of(device: torch.device) -> str:
-        return here.kind if device.type == "meta" else device.type
+        return played if device.type == "meta" else device.type
 
     def capabilities(kind: str) -> Capabilities:
         return replace(devices.capabilities(kind), streams=False, pinned_memory=False)
@@ -169,16 +172,17 @@ def spoken_collectives(peers: Peers, backend: str) -> Any:
 
     Args:
         peers: what other ranks say.
-        backend: as `dry_world` takes it.
+        backend: whose ways are played, "gloo", "nccl" or "hccl".
     """
 
-    def told(tensor: T, group: Any) -> list[T]:
+    def told(tensor: T, group: Any) -> T:
+        """Return [ranks, *shape], by as many operations for any number of ranks: whoever counts them sees these too."""
         payloads = peers.gather(_bytes(tensor), dist.get_process_group_ranks(group))
-        return [_tensor(each, tensor) for each in payloads]
+        return _tensor(b"".join(payloads), tensor, (len(payloads), *tensor.shape))
 
     def all_reduce(tensor: T, op: str, group: Any, async_op: bool) -> Handle | None:
         if not tensor.is_meta:
-            stacked = torch.stack(told(tensor, group))
+            stacked = told(tensor, group)
             reduced = {"max": stacked.amax, "min": stacked.amin, "product": stacked.prod}.get(op, stacked.sum)(0)
             with torch.no_grad():
                 tensor.copy_(reduced / len(stacked) if op == "avg" else reduced)
@@ -187,7 +191,7 @@ def spoken_collectives(peers: Peers, backend: str) -> Any:
     def all_gather(output: T, tensor: T, group: Any, async_op: bool) -> Handle | None:
         if not tensor.is_meta:
             with torch.no_grad():
-                output.view(-1).copy_(torch.cat([each.reshape(-1) for each in told(tensor, group)]))
+                output.view(-1).copy_(told(tensor, group).view(-1))
         return _DONE if async_op else None
 
     def broadcast(tensor: T, group_src: int, group: Any, async_op: bool) -> Handle | None:
@@ -212,9 +216,9 @@ def spoken_collectives(peers: Peers, backend: str) -> Any:
             size, rank = group.size(), group.rank()
             sizes = sent or [len(tensor) // size] * size
             own = tensor.split(sizes)[rank]
-            pieces = [own.repeat(-(-count // max(len(own), 1)))[:count] for count in received or sizes]
+            rows = [row % len(own) for count in received or sizes for row in range(count)]
             with torch.no_grad():
-                output.copy_(torch.cat(pieces))
+                output.copy_(own[rows])
         return _DONE if async_op else None
 
     def send(tensor: T, dst: int, group: Any, tag: int, async_op: bool) -> Handle | None:
@@ -225,7 +229,7 @@ def spoken_collectives(peers: Peers, backend: str) -> Any:
     def recv(tensor: T, src: int, group: Any, tag: int, async_op: bool) -> Handle | None:
         if not tensor.is_meta:
             with torch.no_grad():
-                tensor.copy_(_tensor(peers.receive(dist.get_global_rank(group, src), tag), tensor))
+                tensor.copy_(_tensor(peers.receive(dist.get_global_rank(group, src), tag), tensor, tensor.shape))
         return _DONE if async_op else None
 
     played: dict[str, Callable[..., Any]] = {
@@ -250,10 +254,10 @@ def _bytes(tensor: T) -> bytes:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def _tensor(payload: bytes, like: T) -> T:
+def _tensor(payload: bytes, like: T, shape: Sequence[int]) -> T:
     if not payload:
-        return torch.empty_like(like, device="cpu")
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(like.dtype).view(like.shape)
+        return torch.empty(shape, dtype=like.dtype)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(like.dtype).view(shape)
 
 
 class _Values(TorchFunctionMode):
