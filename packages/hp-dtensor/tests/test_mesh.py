@@ -11,6 +11,7 @@ import torch
 
 from hp_dtensor import DeviceMesh, Shard, distribute_tensor, get_current_mesh, init_device_mesh
 from hp_platform import count_collectives, get_platform
+from hp_platform.port import port
 from hp_testing import device_type, on_ranks
 
 
@@ -209,3 +210,48 @@ def test_an_unpickled_mesh_makes_its_groups_when_asked() -> None:
     assert again == mesh and again.get_group() is mesh.get_group()
     x = distribute_tensor(torch.arange(3.0, device=device_type()), again, [Shard(0)])
     assert (x + distribute_tensor(torch.ones(3, device=device_type()), mesh, [Shard(0)])).sum().item() == 6.0
+
+
+# ---- hosts ----
+@pytest.mark.parametrize(
+    ("hosts", "levels"),
+    [
+        ("aaaa", ("host", "host", "host")),
+        ("aabb", ("between", "host", "mixed")),
+        ("abab", ("host", "between", "mixed")),
+        ("abcd", ("between", "between", "between")),
+        ("aaab", ("mixed", "mixed", "mixed")),  # not alike on each line
+    ],
+)
+def test_level_of_an_axis(hosts, levels, monkeypatch) -> None:
+    monkeypatch.setattr(port().groups, "networks", lambda ranks: [hosts[rank] for rank in ranks])
+    mesh = _abstract([[0, 1], [2, 3]], ("dp", "tp"))
+    assert (mesh.level("dp"), mesh.level(1), _abstract(range(4)).level(0)) == levels
+
+
+def test_level_of_flattened_axes_and_single_ranks(monkeypatch) -> None:
+    monkeypatch.setattr(port().groups, "networks", lambda ranks: ["aabb"[rank] for rank in ranks])
+    mesh = _abstract([[0, 1], [2, 3]], ("dp", "tp"))
+    mesh._flatten("all")
+    assert mesh.level("all") == "mixed"
+    assert _abstract([[0], [2]]).level(1) == "host"
+    with pytest.raises(KeyError, match="no axis 'pp'"):
+        mesh.level("pp")
+
+
+def test_level_that_is_not_known(monkeypatch) -> None:
+    monkeypatch.setattr(port().groups, "networks", lambda ranks: None)
+    with pytest.raises(RuntimeError, match="on which hosts the ranks of .* are is not known"):
+        _abstract([0, 1]).level(0)
+
+
+@on_ranks(2)
+def test_ranks_of_this_machine_share_a_host() -> None:
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
+    with count_collectives() as counts:
+        if get_platform().name == "torch":
+            assert mesh.level("dp") == "host"
+        else:
+            with pytest.raises(RuntimeError, match="MindSpore's ranks don't"):
+                mesh.level("dp")
+    assert not counts

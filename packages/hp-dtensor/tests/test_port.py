@@ -11,6 +11,7 @@ from hp_testing.conformance import mismatches
 PORTS = {
     port.Tensors: port.tensors,
     port.Gradients: port.gradients,
+    port.Functions: port.functions,
     port.Creation: port.creation,
     port.Modules: port.modules,
     device_mesh.Ranks: device_mesh.ranks_port,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_dtensor import Layout, Partial, RaggedShard, Replicate, Shard, StridedShard, distribute_tensor, init_device_mesh
@@ -54,6 +54,7 @@ def _cases(draw: Any) -> tuple[tuple[int, ...], tuple[Any, ...], tuple[int, ...]
     return shape, tuple(placements), mesh
 
 
+@settings(deadline=None)
 @given(_cases())
 def test_boxes_are_what_ranks_have(case: Any) -> None:
     shape, placements, mesh = case

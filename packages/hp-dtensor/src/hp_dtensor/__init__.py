@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 from hp_dtensor.creation.creation import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from hp_dtensor.creation.sharding_plan import shard_module
 from hp_dtensor.debugging.visualize import visualize_sharding
-from hp_dtensor.functions import SkipDTensorDispatch, custom_shard, implicit_replication, local_map
+from hp_dtensor.functions import (
+    SkipDTensorDispatch,
+    custom_shard,
+    implicit_replication,
+    local_map,
+    parallelize_value_and_grad,
+)
 from hp_dtensor.layout.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.layout.spec import Layout
 from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
@@ -18,7 +24,7 @@ from hp_platform.extend import lazy_exports
 
 if TYPE_CHECKING:
     from hp_dtensor.torch.dtensor import DTensor
-    from hp_dtensor.torch.functions import DFunction, parallelize_value_and_grad, register_sharding
+    from hp_dtensor.torch.functions import DFunction, register_sharding
     from hp_dtensor.torch.modules import init_empty_weights, init_on_device, init_parameters
 
 __all__ = [
@@ -63,7 +69,6 @@ __getattr__, __dir__ = lazy_exports(
         "init_empty_weights": "modules",
         "init_on_device": "modules",
         "init_parameters": "modules",
-        "parallelize_value_and_grad": "functions",
         "register_sharding": "functions",
     },
 )

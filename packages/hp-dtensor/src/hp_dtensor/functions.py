@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hp_dtensor import port
+from hp_dtensor.layout.distributed_tensor import DistributedTensor
 from hp_dtensor.layout.placements import Placement, Shard
 from hp_dtensor.layout.spec import Layout, TensorSpec, normalize
 from hp_dtensor.mesh.device_mesh import DeviceMesh
-from hp_dtensor.rules.factors import Solution, solve
+from hp_dtensor.rules.factors import Solution, choose, solve
 from hp_dtensor.rules.library import RULES
+from hp_dtensor.rules.planning import Call
 from hp_platform.extend import list_leaves, share_bytes, share_numbers
 
 
@@ -298,19 +300,69 @@ def _rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
     return next(leaves)
 
 
-def apply_function(function: Any, apply: Callable[..., Any], args: Sequence[Any], tensor: type) -> Any:
-    """Run a `DFunction` on Tensors or DTensors.
+def parallelize_value_and_grad(
+    fn: Callable[..., Any],
+    grad_position: int | Sequence[int] | None = 0,
+    weights: Any = None,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Return a function that computes ``fn`` and its gradients, as ``mindspore.value_and_grad`` does.
 
     Args:
-        function: the class; its ``_op_name`` names the rule.
-        apply: the framework's own ``apply`` of it, which sees local tensors.
-        args: its arguments.
-        tensor: the framework's tensor class.
+        fn: returns a scalar loss, a DTensor or a plain tensor; with ``has_aux`` a tuple of the loss and more.
+        grad_position: indices of the inputs to differentiate by; None: none.
+        weights: parameters to differentiate by, such as ``module.parameters()`` or ``cell.trainable_params()``; None:
+            none.
+        has_aux: differentiate only the first result.
+
+    Returns:
+        A function of the arguments of ``fn``. It returns the results of ``fn``, with the loss as a plain global value,
+        detached, and the gradients: those of the inputs, those of the weights, or a pair of the two. One input (an int,
+        not a tuple) or one weight (a tensor, not a list) has one gradient, several have a tuple. The gradient of a
+        DTensor is a DTensor in its layout; that of an unused input is zero. ``.grad`` is not changed.
 
     Raises:
-        ValueError: ``_op_name`` names no rule, Tensors and DTensors are mixed, or DTensors are on different meshes.
+        ValueError: the loss is not a scalar.
     """
-    f, convert = port.tensors(), port.gradients().convert
+    return port.functions().value_and_grad(fn, grad_position, weights, has_aux)
+
+
+class DistributedFunction:
+    """Base of a distributed autograd function: ``forward`` and ``backward`` see local tensors.
+
+    ``_op_name`` names the sharding rule, which determines the layouts of the operands and of the result. The result's
+    shape follows from the rule's factors.
+
+    Example:
+        >>> class Scale(DFunction):
+        ...     _op_name = "mul"
+        ...
+        ...     @staticmethod
+        ...     def forward(ctx, x, y):
+        ...         ctx.save_for_backward(x, y)
+        ...         return x * y
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         x, y = ctx.saved_tensors
+        ...         return grad * y, grad * x
+    """
+
+    _op_name: str = ""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Run the function on Tensors or DTensors.
+
+        Raises:
+            ValueError: ``_op_name`` names no rule, Tensors and DTensors are mixed, or DTensors are on different meshes.
+        """
+        framework: Any = super()
+        return _apply(cls, framework.apply, args)
+
+
+def _apply(function: type[DistributedFunction], apply: Callable[..., Any], args: Sequence[Any]) -> Any:
+    f, convert, tensor = port.tensors(), port.gradients().convert, _tensor()
     tensors = [value for value in args if isinstance(value, tensor)]
     dtensors = [value for value in tensors if isinstance(value, f.DTensor)]
     if not dtensors:
@@ -359,6 +411,34 @@ def _solve(name: str, specs: Sequence[TensorSpec], itemsizes: Sequence[int]) -> 
     result = tuple(1 if factor is None else sizes[factor] for factor in factors.results[0])
     solution = solve(factors, shapes, [spec.placements for spec in specs], mesh.shape, itemsizes, [result])
     return solution, TensorSpec.of(mesh, solution.results[0], result)
+
+
+def registered(
+    rule: Callable[..., Any], name_of: Callable[[Call], str], itemsize: Callable[[Any], int]
+) -> Callable[[Call, Sequence[tuple[int, ...]]], Solution]:
+    """Return what solves the calls of an operation whose rule a user registered: see ``register_sharding``.
+
+    Args:
+        rule: the user's function.
+        name_of: names a call's operation in errors.
+        itemsize: bytes an element of an operand.
+    """
+
+    def solve(call: Call, shapes: Sequence[tuple[int, ...]]) -> Solution:
+        values = [_described(value) for value in call.args]
+        named = {name: _described(value) for name, value in call.kwargs.items()}
+        sizes = [itemsize(tensor) for tensor in call.tensors if tensor is not None]
+        return choose(name_of(call), rule(*values, **named), call.specs, sizes, shapes)
+
+    return solve
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, DistributedTensor):
+        return value._spec
+    if isinstance(value, (list, tuple)):
+        return [_described(item) for item in value]
+    return float if type(value) is float else value
 
 
 _implicit: contextvars.ContextVar[bool] = contextvars.ContextVar("implicit_replication", default=False)

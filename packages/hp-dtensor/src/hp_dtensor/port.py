@@ -62,6 +62,14 @@ class Gradients(Protocol):
         ...
 
 
+class Functions(Protocol):
+    """Values with gradients; ``<framework>/functions.py``."""
+
+    def value_and_grad(self, fn: Any, grad_position: Any, weights: Any, has_aux: bool) -> Any:
+        """See `hp_dtensor.parallelize_value_and_grad`."""
+        ...
+
+
 class Creation(Protocol):
     """DTensors from whole tensors and from nothing, and modules of them; ``<framework>/api.py``."""
 
@@ -71,6 +79,22 @@ class Creation(Protocol):
 
     def check_mesh(self, mesh: DeviceMesh, what: str) -> None:
         """Raise NotImplementedError where the framework has no empty parts for a rank outside the mesh."""
+        ...
+
+    def records(self, tensor: Tensor) -> bool:
+        """Tell whether a plain tensor is in a graph that is recorded, or a leaf that gets a gradient."""
+        ...
+
+    def part_of(self, local: Tensor, spec: TensorSpec) -> Tensor:
+        """Check that a plain local tensor is this rank's part; on a rank outside the mesh return an empty part."""
+        ...
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Copy a plain tensor into contiguous memory, outside autograd."""
+        ...
+
+    def attached(self, local: Tensor, spec: TensorSpec, gradient: TensorSpec | None) -> Tensor:
+        """Return a new tensor on a local tensor's memory, in its graph; its gradient leaves in layout ``gradient``."""
         ...
 
     def detaches(self, tensor: Tensor) -> str | None:
@@ -158,6 +182,12 @@ def tensors() -> Tensors:
 def gradients() -> Gradients:
     """Return the framework's `Gradients`."""
     return load_port(Gradients, "backward.autograd")
+
+
+@functools.cache
+def functions() -> Functions:
+    """Return the framework's `Functions`."""
+    return load_port(Functions, "functions")
 
 
 @functools.cache

@@ -39,6 +39,46 @@ def check_local(local: Any, dtensor: type, tensor: type) -> None:
         raise NotLocalError(f"from_local takes a plain tensor, this rank's local tensor, got a {kind_of(local)}")
 
 
+def dtensor_of(
+    local: Any,
+    kind: str,
+    device_mesh: DeviceMesh | Layout | None,
+    placements: Sequence[Placement] | None,
+    *,
+    run_check: bool = False,
+    shape: Sequence[int] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+) -> Any:
+    """Make a DTensor of a plain local tensor; see ``DTensor.from_local``.
+
+    Args:
+        local: this rank's local tensor.
+        kind: of device of a default mesh.
+        device_mesh: the mesh, or a ``Layout``.
+        placements: one per axis.
+        run_check: compare ranks first.
+        shape: global shape.
+        grad_placements: layout in which the local tensor gets its gradient.
+    """
+    f = port.creation()
+    around = None if device_mesh is not None else get_current_mesh()
+    mesh, target = as_placements(device_mesh, placements, around, "from_local", kind)
+    spec = layout_of(tuple(local.shape), mesh, target, shape, f.records(local))
+    local = f.part_of(local, spec)
+    if run_check:
+        check_ranks(spec, local.dtype, f.records(local), functools.partial(_same_values, local))
+    return port.tensors().wrap(f.attached(local, spec, gradient_layout(spec, grad_placements)), spec)
+
+
+def _same_values(local: Any, group: Any) -> bool:
+    """Tell whether the local tensors of all ranks of a group have the same values."""
+    collectives, copied = get_platform().collectives, port.creation().copied
+    low, high = copied(local), copied(local)
+    collectives.all_reduce(low, "min", group=group)
+    collectives.all_reduce(high, "max", group=group)
+    return bool((low == high).all())
+
+
 def gradient_layout(spec: TensorSpec, grad_placements: Sequence[Placement] | None) -> TensorSpec | None:
     """Return the layout in which a local tensor receives its gradient, or None if the gradient arrives in it already.
 

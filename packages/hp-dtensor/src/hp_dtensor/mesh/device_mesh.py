@@ -26,7 +26,7 @@ from hp_dtensor.mesh.axes import (
     unflattened,
 )
 from hp_platform import get_platform
-from hp_platform.extend import load_port, own_rank, when_groups_end
+from hp_platform.extend import Level, level_of, load_port, own_rank, when_groups_end
 
 _active = threading.local()
 # By identity: equal meshes have groups of their own.
@@ -255,6 +255,43 @@ class DeviceMesh:
         line = self._line(axis)
         order = tuple(line.index(rank) for rank in get_platform().groups.ranks(self.get_group(axis)))
         return None if order == tuple(range(len(line))) else order
+
+    def level(self, mesh_dim: int | str) -> Level:
+        """Tell where the ranks along an axis are: what is sent along it stays on a host, or goes between hosts.
+
+        The same on all ranks, and nothing is sent: ranks named their hosts when the default group was made. How many
+        ranks a launcher started on a host plays no part.
+
+        Example:
+            >>> mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("dp", "tp"))   # on 2 hosts of 8 ranks
+            >>> mesh.level("dp"), mesh.level("tp")
+            ('between', 'host')
+
+        Args:
+            mesh_dim: the axis, by index or by name.
+
+        Returns:
+            "host" if each line of ranks along the axis is on one host, as a line of one rank is; "between" if on each
+            line all ranks are on different hosts; else "mixed".
+
+        Raises:
+            RuntimeError: where ranks are isn't known: there is no default group, its store keeps nothing, or
+                on MindSpore.
+            ValueError: no such axis (IndexError of an index); KeyError of a name: see `axis`.
+        """
+        mesh, axis = self._find(mesh_dim)
+        size = mesh.shape[axis]
+        lines = np.moveaxis(mesh.ranks, axis, -1).reshape(-1, size).tolist()
+        levels: set[Level] = set()
+        for line in lines:
+            level = level_of(line)
+            if level is None:
+                raise RuntimeError(
+                    f"level: on which hosts the ranks of {mesh} are is not known. On PyTorch they say so in"
+                    " hp_platform.init_process_group(); MindSpore's ranks don't."
+                )
+            levels.add(level)
+        return levels.pop() if len(levels) == 1 else "mixed"
 
     def get_all_groups(self) -> list[Any]:
         """Return the groups of all axes."""

@@ -14,61 +14,43 @@ from hp_dtensor.creation.creation import (
     check_inside,
     check_local,
     check_part,
-    check_ranks,
-    gradient_layout,
-    layout_of,
+    dtensor_of,
 )
 from hp_dtensor.layout.placements import Placement, Replicate
-from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, normalize
-from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
+from hp_dtensor.layout.spec import TensorSpec, normalize
+from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.mindspore.backward.autograd import alias, execute, grad_enabled, gradient_as, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, wrap
 from hp_dtensor.mindspore.modules import named_modules, set_local
 from hp_platform import get_platform
 
-__all__ = ["distribute_parameter", "from_local", "replicate_parameters"]
 
-
-def from_local(
-    local: Tensor,
-    device_mesh: DeviceMesh | Layout | None,
-    placements: Sequence[Placement] | None,
-    *,
-    run_check: bool = False,
-    shape: Sequence[int] | None = None,
-    grad_placements: Sequence[Placement] | None = None,
-) -> DTensor:
+def from_local(local: Tensor, *layout: Any, **options: Any) -> DTensor:
     """See ``DTensor.from_local``."""
     check_local(local, DTensor, Tensor)
-    mesh, target = as_placements(
-        device_mesh, placements, None if device_mesh is not None else get_current_mesh(), "from_local", _kind()
-    )
-    recorded = grad_enabled() and bool(local._requires_grad)
-    spec = layout_of(tuple(local.shape), mesh, target, shape, recorded)
-    check_inside(mesh, "from_local")
+    return dtensor_of(local, _kind(), *layout, **options)
+
+
+def records(tensor: Tensor) -> bool:
+    return grad_enabled() and bool(tensor._requires_grad)
+
+
+def part_of(local: Tensor, spec: TensorSpec) -> Tensor:
+    check_inside(spec.mesh, "from_local")
     check_part(tuple(local.shape), spec)
-    if run_check:
-        _check(local, spec)
-    gradient = gradient_layout(spec, grad_placements)
-    return wrap(alias(local) if gradient is None else gradient_as(local, spec, gradient), spec)
+    return local
+
+
+def copied(tensor: Tensor) -> Tensor:
+    return ops.stop_gradient(tensor).contiguous().copy()
+
+
+def attached(local: Tensor, spec: TensorSpec, gradient: TensorSpec | None) -> Tensor:
+    return alias(local) if gradient is None else gradient_as(local, spec, gradient)
 
 
 def _kind() -> str:
     return get_platform().devices.kind
-
-
-def _check(local: Tensor, spec: TensorSpec) -> None:
-    """Compare shapes and dtypes over all ranks, and replicated values over the axis; communicates."""
-    collectives = get_platform().collectives
-
-    def same_values(group: Any) -> bool:
-        value = ops.stop_gradient(local).contiguous()
-        low, high = value.copy(), value.copy()
-        collectives.all_reduce(low, "min", group=group)
-        collectives.all_reduce(high, "max", group=group)
-        return bool((low == high).all())
-
-    check_ranks(spec, local.dtype, grad_enabled() and bool(local._requires_grad), same_values)
 
 
 def check_whole(tensor: Tensor) -> str:
@@ -147,7 +129,6 @@ def partition(
 
 
 def replicate_parameters(module: nn.Cell, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> None:
-    """Turn the plain parameters of the Cell itself, not of its children, into replicated DTensors."""
     for parameter in module._params.values():
         if parameter is not None and not isinstance(parameter, DTensor):
             distribute_parameter(parameter, mesh, [Replicate()] * mesh.ndim, src_data_rank=src_data_rank)
@@ -175,7 +156,6 @@ def make(what: str, spec: TensorSpec, dtype: Any, requires_grad: bool, value: An
 
 
 def named_parameters(module: nn.Cell) -> dict[str, Parameter]:
-    """List all parameters, each under every name that it has in the tree of Cells."""
     return {
         f"{prefix}.{name}" if prefix else name: parameter
         for prefix, cell in named_modules(module).items()
@@ -187,13 +167,6 @@ def named_parameters(module: nn.Cell) -> dict[str, Parameter]:
 def distribute(
     module: nn.Cell, placed: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]], rest: DeviceMesh
 ) -> None:
-    """Turn all parameters into DTensors, in place.
-
-    Args:
-        module: the Cell.
-        placed: mesh and placements by name of a parameter.
-        rest: the mesh on which other parameters are replicated.
-    """
     parameters = named_parameters(module)
     for name, (mesh, placements) in placed.items():
         distribute_parameter(parameters[name], mesh, placements)
@@ -202,5 +175,4 @@ def distribute(
 
 
 def rank_tensor(ranks: np.ndarray) -> mindspore.Tensor:
-    """Create a tensor of ranks."""
     return mindspore.Tensor(ranks.astype(np.int32))

@@ -14,6 +14,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, mint, ops
 from mindspore._c_expression import TensorPy
 
+from hp_dtensor.layout.distributed_tensor import DistributedTensor
 from hp_dtensor.layout.placements import Placement, Replicate
 from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements, grad_spec, normalize, varying
 from hp_dtensor.mesh.device_mesh import DeviceMesh
@@ -67,7 +68,6 @@ def unwrap(tensor: DTensor) -> Tensor:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the local tensor as a plain tensor, in the graph; return a plain tensor unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     return autograd.alias(tensor)
@@ -85,7 +85,7 @@ def _reflected(name: str, function: Any) -> Any:
     return lambda self, other: function(other, self) if isinstance(other, Tensor) else of_number(self, other)
 
 
-class DTensor(Tensor):
+class DTensor(DistributedTensor, Tensor):
     """A tensor distributed over a DeviceMesh.
 
     ``shape`` is the global shape. It has the operations of ``mindspore.Tensor``, whose results are those of a single
@@ -98,7 +98,6 @@ class DTensor(Tensor):
         ((3,), 30.0)
     """
 
-    _spec: TensorSpec
     _plain_class: type
 
     # ---- creation ----
@@ -132,35 +131,12 @@ class DTensor(Tensor):
         )
 
     # ---- layout ----
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh."""
-        return self._spec.mesh
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """The placements, one per axis."""
-        return self._spec.placements
-
-    @property
-    def sharding(self) -> Layout:
-        """The Layout: mesh and placements."""
-        return Layout.of(self._spec.mesh, self._spec.placements, len(self._spec.shape))
-
-    layout = sharding
+    layout = DistributedTensor.sharding
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the local tensor."""
         return tuple(_shape(self))
-
-    def is_partial(self) -> bool:
-        """Return True if on some axis the value is a reduction of one term per rank."""
-        return any(placement.is_partial() for placement in self._spec.placements)
-
-    def reduce_partial(self) -> DTensor:
-        """Return this tensor with every ``Partial`` axis reduced to ``Replicate``."""
-        return self.redistribute(placements=[Replicate() if p.is_partial() else p for p in self._spec.placements])
 
     def redistribute(
         self,
@@ -219,10 +195,6 @@ class DTensor(Tensor):
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(_shape(self)) if local_only() else self._spec.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     def dim(self) -> int:
         return len(self.shape)
@@ -340,11 +312,7 @@ class DTensor(Tensor):
     def __repr__(self) -> str:
         if local_only():
             return repr(local_view(self))
-        name = "Parameter(DTensor)" if isinstance(self, Parameter) else "DTensor"
-        return (
-            f"{name}(shape={self._spec.shape}, placements={self._spec.placements}, mesh={self._spec.mesh!r},"
-            f" local={local_view(self)!r})"
-        )
+        return self._described(repr(local_view(self)), parameter=isinstance(self, Parameter))
 
     __str__ = __repr__
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hp_dtensor.creation.creation import distribute_tensor
-from hp_dtensor.mindspore.api import distribute_parameter, replicate_parameters
+from hp_dtensor.mindspore.api import distribute_parameter, named_parameters, replicate_parameters
 from hp_dtensor.mindspore.backward import autograd
 from hp_dtensor.mindspore.backward.autograd import (
     alias,
@@ -14,7 +14,7 @@ from hp_dtensor.mindspore.backward.autograd import (
     own_dtypes,
 )
 from hp_dtensor.mindspore.dtensor import DTensor, local_view, redistribute, redistribute_shared, unwrap, wrap
-from hp_dtensor.mindspore.modules import set_local, states_by_name
+from hp_dtensor.mindspore.modules import named_modules, set_local, states_by_name
 
 __all__ = [
     "DTensor",
@@ -26,6 +26,8 @@ __all__ = [
     "grad_enabled",
     "local_mode",
     "local_view",
+    "named_modules",
+    "named_parameters",
     "once_differentiable",
     "own_dtypes",
     "redistribute",

@@ -10,7 +10,7 @@ from mindspore import Tensor, _Function, ops
 from mindspore.graph.api import _pynative_executor
 from mindspore.ops import Primitive
 
-from hp_dtensor.functions import apply_function
+from hp_dtensor.functions import DistributedFunction, registered
 from hp_dtensor.layout.placements import Replicate
 from hp_dtensor.layout.spec import grad_spec
 from hp_dtensor.mindspore.backward import autograd
@@ -18,33 +18,14 @@ from hp_dtensor.mindspore.backward.autograd import local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, local_view, redistribute, wrap
 from hp_dtensor.mindspore.ops.dispatching import dispatch
 from hp_dtensor.mindspore.ops.functions import BINDINGS
-from hp_dtensor.rules.factors import Solution, check_results, choose
+from hp_dtensor.rules.factors import check_results
 from hp_dtensor.rules.planning import Binding, Call
 from hp_platform.extend import map_nested
 
 
-def parallelize_value_and_grad(
-    fn: Callable[..., Any],
-    grad_position: int | Sequence[int] | None = 0,
-    weights: Any = None,
-    has_aux: bool = False,
+def value_and_grad(
+    fn: Callable[..., Any], grad_position: int | Sequence[int] | None, weights: Any, has_aux: bool
 ) -> Callable[..., Any]:
-    """Return a function that computes ``fn`` and its gradients, as ``mindspore.value_and_grad`` does.
-
-    Args:
-        fn: returns a scalar loss, a DTensor or a plain tensor; with ``has_aux`` a tuple of the loss and more.
-        grad_position: indices of the inputs to differentiate by; None: none.
-        weights: parameters to differentiate by, such as ``cell.trainable_params()``; None: none.
-        has_aux: differentiate only the first result.
-
-    Returns:
-        A function of the arguments of ``fn``. It returns the results of ``fn``, with the loss as a plain global value,
-        and the gradients as ``mindspore.value_and_grad`` arranges them. The gradient of a DTensor is a DTensor in its
-        layout.
-
-    Raises:
-        ValueError: the loss is not a scalar.
-    """
     state: dict[str, Any] = {}
 
     def scalar(*args: Any, **kwargs: Any) -> Any:
@@ -120,37 +101,8 @@ def _like(grad: Any, source: Any) -> Any:
     return wrap(grad, spec)
 
 
-class DFunction(_Function):
-    """Base of a distributed autograd function: ``forward`` and ``backward`` see local tensors.
-
-    ``_op_name`` names the sharding rule, which determines the layouts of the operands and of the results. The results'
-    shapes follow from the rule's factors.
-
-    Example:
-        >>> class Scale(DFunction):
-        ...     _op_name = "mul"
-        ...
-        ...     @staticmethod
-        ...     def forward(ctx, x, y):
-        ...         ctx.save_for_backward(x, y)
-        ...         return x * y
-        ...
-        ...     @staticmethod
-        ...     def backward(ctx, grad):
-        ...         x, y = ctx.saved_tensors
-        ...         return grad * y, grad * x
-    """
-
-    _op_name: str = ""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Run the function on Tensors or DTensors.
-
-        Raises:
-            ValueError: ``_op_name`` names no rule, or Tensors and DTensors are mixed.
-        """
-        return apply_function(cls, super().apply, args, Tensor)
+class DFunction(DistributedFunction, _Function):
+    """A distributed autograd function on MindSpore: see `hp_dtensor.functions.DistributedFunction`."""
 
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
@@ -183,12 +135,7 @@ def register_sharding(op: Any) -> Callable[[Rule], Rule]:
     names = [_name(each) for each in (op if isinstance(op, list) else [op])]
 
     def decorate(rule: Rule) -> Rule:
-        def solve(call: Call, shapes: Sequence[tuple[int, ...]]) -> Solution:
-            values = [_described(value) for value in call.args]
-            named = {name: _described(value) for name, value in call.kwargs.items()}
-            sizes = [tensor.itemsize for tensor in call.tensors if tensor is not None]
-            return choose(call.name, rule(*values, **named), call.specs, sizes, shapes)
-
+        solve = registered(rule, lambda call: call.name, lambda tensor: tensor.itemsize)
         for name in names:
             BINDINGS[name] = Binding("registered", shapes=_asked, local=_checked, solve=solve)
         dispatch.forget_plans()
@@ -212,14 +159,6 @@ def _name(op: Any) -> str:
             " tensors with custom_shard"
         )
     return name
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value._spec
-    if isinstance(value, (list, tuple)):
-        return [_described(item) for item in value]
-    return float if type(value) is float else value
 
 
 def _zeros(value: Any) -> Any:

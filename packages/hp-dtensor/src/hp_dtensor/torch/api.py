@@ -13,14 +13,12 @@ from hp_dtensor.creation.creation import (
     broadcast,
     check_local,
     check_part,
-    check_ranks,
     distribute_tensor,
-    gradient_layout,
-    layout_of,
+    dtensor_of,
 )
 from hp_dtensor.layout.placements import Placement, Replicate
-from hp_dtensor.layout.spec import Layout, TensorSpec, as_placements
-from hp_dtensor.mesh.device_mesh import DeviceMesh, get_current_mesh
+from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.backward.engine import on_local_gradient
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
@@ -28,7 +26,6 @@ from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.moves.transfer import gradient_as
 from hp_dtensor.torch.ops import random
 from hp_dtensor.torch.views.moved_view import shares, whole_of
-from hp_platform import get_platform
 
 _plain = (torch.Tensor, torch.nn.Parameter)
 
@@ -52,43 +49,39 @@ def refuse_foreign(x: Any, what: str) -> None:
         )
 
 
-__all__ = ["become", "distribute_parameter", "from_local", "replicate_parameters"]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 
 
-def from_local(
-    local: torch.Tensor,
-    device_mesh: DeviceMesh | Layout | None,
-    placements: Sequence[Placement] | None,
-    *,
-    run_check: bool = False,
-    shape: Sequence[int] | None = None,
-    grad_placements: Sequence[Placement] | None = None,
-) -> DTensor:
+def from_local(local: torch.Tensor, *layout: Any, **options: Any) -> DTensor:
     """See ``DTensor.from_local``."""
     refuse_foreign(local, "from_local")
     check_local(local, DTensor, torch.Tensor)
     view, local = whole_of(local)
-    mesh, target = as_placements(
-        device_mesh,
-        placements,
-        None if device_mesh is not None else get_current_mesh(),
-        "from_local",
-        local.device.type,
-    )
-    spec = layout_of(tuple(local.shape), mesh, target, shape, local.requires_grad)
+    result = dtensor_of(local, local.device.type, *layout, **options)
+    return result if view is None else shares(result, view)
+
+
+def records(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def part_of(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """See ``Creation``; moved to the mesh's kind of device, except from meta."""
+    mesh = spec.mesh
     if local.device.type != mesh.device_type and not local.is_meta:
         local = local.to(mesh.device_type)
     if mesh.get_coordinate() is None:
-        local = _nothing_of(local, spec)
-    else:
-        check_part(tuple(local.shape), spec)
-    if run_check:
-        _check(local, spec)
-    gradient = gradient_layout(spec, grad_placements)
-    result = wrap(local.view_as(local) if gradient is None else gradient_as(local, spec, gradient), spec)
-    return result if view is None else shares(result, view)
+        return _nothing_of(local, spec)
+    check_part(tuple(local.shape), spec)
+    return local
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def attached(local: torch.Tensor, spec: TensorSpec, gradient: TensorSpec | None) -> torch.Tensor:
+    return local.view_as(local) if gradient is None else gradient_as(local, spec, gradient)
 
 
 def _nothing_of(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -96,19 +89,6 @@ def _nothing_of(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if not spec.shape:
         return tensor.reshape(()).clone().zero_()
     return tensor.reshape(-1)[:0].reshape(spec.local_shape)
-
-
-def _check(local: torch.Tensor, spec: TensorSpec) -> None:
-    """Compare shapes and dtypes over all ranks, and replicated values over the axis; communicates."""
-    collectives = get_platform().collectives
-
-    def same_values(group: Any) -> bool:
-        low, high = local.detach().contiguous().clone(), local.detach().contiguous().clone()
-        collectives.all_reduce(low, "min", group=group)
-        collectives.all_reduce(high, "max", group=group)
-        return torch.equal(low, high)
-
-    check_ranks(spec, local.dtype, local.requires_grad, same_values)
 
 
 def check_whole(tensor: torch.Tensor) -> str:
@@ -231,7 +211,6 @@ def distribute_parameter(
 def replicate_parameters(
     module: torch.nn.Module, mesh: DeviceMesh, *, buffers: bool = True, src_data_rank: int | None = 0
 ) -> None:
-    """Turn the plain parameters (and buffers) of ``module`` itself into replicated DTensors."""
     replicated = [Replicate()] * mesh.ndim
     for parameter in module._parameters.values():
         if parameter is not None and not isinstance(parameter, DTensor):
@@ -258,25 +237,17 @@ Tensor = torch.Tensor
 
 
 def named_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """List all modules inside, the module itself among them, each under every name that it has."""
     return dict(module.named_modules(remove_duplicate=False))
 
 
 def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """List all parameters, each under every name that it has."""
     return dict(module.named_parameters(remove_duplicate=False))
 
 
 def distribute(
     module: torch.nn.Module, placed: Mapping[str, tuple[DeviceMesh, tuple[Placement, ...]]], rest: DeviceMesh
 ) -> None:
-    """Turn all parameters and buffers into DTensors; modules that share a parameter share it afterwards.
-
-    Args:
-        module: the module, changed in place.
-        placed: mesh and placements by name of a parameter.
-        rest: the mesh on which other parameters, and buffers, are replicated.
-    """
+    """See ``Modules``; buffers are replicated as well, and modules that share a parameter share it afterwards."""
     parameters = named_parameters(module)
     by_id: dict[int, Any] = {id(parameters[name]): where for name, where in placed.items()}
     for parameter in module.parameters():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hp_dtensor.layout.distributed_tensor import DistributedTensor
 from hp_dtensor.layout.placements import Placement, Replicate
 from hp_dtensor.layout.spec import Layout, TensorSpec, varying
 from hp_dtensor.mesh.device_mesh import DeviceMesh
@@ -67,7 +68,7 @@ def local_view(tensor: torch.Tensor) -> torch.Tensor:
     return _impl(T.detach, (), (tensor,))
 
 
-class DTensor(torch.Tensor):
+class DTensor(DistributedTensor, torch.Tensor):
     """A tensor distributed over a DeviceMesh.
 
     ``shape`` is the global shape. It has the operations of ``torch.Tensor``, whose results are those of a single
@@ -80,7 +81,6 @@ class DTensor(torch.Tensor):
         (torch.Size([3]), 30.0)
     """
 
-    _spec: TensorSpec
     _strides: tuple[int, ...]
     is_nested = False
     # A graph is traced for local sizes and strides, and reads the global ones when it runs; both are static.
@@ -121,32 +121,9 @@ class DTensor(torch.Tensor):
 
     # ---- layout ----
     @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh."""
-        return self._spec.mesh
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """The placements, one per axis."""
-        return self._spec.placements
-
-    @property
-    def sharding(self) -> Layout:
-        """The Layout: mesh and placements. ``layout`` is torch's own attribute, ``torch.strided``."""
-        return Layout.of(self._spec.mesh, self._spec.placements, len(self._spec.shape))
-
-    @property
     def local_shape(self) -> torch.Size:
         """Shape of the local tensor."""
         return _impl(_shape, (), (self,))
-
-    def is_partial(self) -> bool:
-        """Return True if on some axis the value is a reduction of one term per rank."""
-        return self._spec.partial
-
-    def reduce_partial(self) -> DTensor:
-        """Return this tensor with every ``Partial`` axis reduced to ``Replicate``."""
-        return self.redistribute(placements=[Replicate() if p.is_partial() else p for p in self._spec.placements])
 
     def redistribute(
         self,
@@ -222,10 +199,6 @@ class DTensor(torch.Tensor):
         return len(self.shape)
 
     ndimension = dim
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     @overrides(T.numel)
     def numel(self) -> int:
@@ -348,11 +321,7 @@ class DTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         local = _impl(T.__repr__, (), (_impl(T.detach, (), (self,)),))
-        name = "Parameter(DTensor)" if isinstance(self, torch.nn.Parameter) else "DTensor"
-        return (
-            f"{name}(shape={tuple(self._spec.shape)}, placements={self._spec.placements}, mesh={self._spec.mesh!r},"
-            f" local={local})"
-        )
+        return self._described(local, parameter=isinstance(self, torch.nn.Parameter))
 
     def __format__(self, spec: str) -> str:
         if self.dim() == 0 and (spec or all(placement.is_replicate() for placement in self._spec.placements)):
@@ -361,7 +330,6 @@ class DTensor(torch.Tensor):
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor as a plain tensor, in the graph; return a plain tensor unchanged."""
     return _impl(T.view_as, (), (tensor, tensor)) if isinstance(tensor, DTensor) else tensor
 
 

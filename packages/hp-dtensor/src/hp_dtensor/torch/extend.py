@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from hp_dtensor.torch.api import become, distribute_parameter, refuse_foreign, replicate_parameters
+from hp_dtensor.torch.api import (
+    become,
+    distribute_parameter,
+    named_modules,
+    named_parameters,
+    refuse_foreign,
+    replicate_parameters,
+)
 from hp_dtensor.torch.backward.autograd import arriving_gradients, grad_spec, reduce_partial_grads
 from hp_dtensor.torch.backward.engine import Mark, backward, explaining, marks, will_run
 from hp_dtensor.torch.compile.compiling import encode_placements, traces_as
@@ -31,6 +38,8 @@ __all__ = [
     "marks",
     "materialize",
     "mesh_of",
+    "named_modules",
+    "named_parameters",
     "decode_placements",
     "redistribute",
     "redistribute_shared",

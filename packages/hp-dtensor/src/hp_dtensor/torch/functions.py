@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from hp_dtensor.functions import apply_function
+from hp_dtensor.functions import DistributedFunction, registered
 from hp_dtensor.layout.placements import Replicate
-from hp_dtensor.rules.factors import Solution, check_results, choose
+from hp_dtensor.rules.factors import check_results
 from hp_dtensor.rules.planning import Binding, Call
 from hp_dtensor.torch.dtensor import DTensor, local_of
 from hp_dtensor.torch.ops.dispatching import calls, dispatch
@@ -19,29 +19,9 @@ from hp_dtensor.torch.ops.functions import BINDINGS
 from hp_platform.extend import map_nested
 
 
-def parallelize_value_and_grad(
-    fn: Callable[..., Any],
-    grad_position: int | Sequence[int] | None = 0,
-    weights: Any = None,
-    has_aux: bool = False,
+def value_and_grad(
+    fn: Callable[..., Any], grad_position: int | Sequence[int] | None, weights: Any, has_aux: bool
 ) -> Callable[..., Any]:
-    """Return a function that computes ``fn`` and its gradients, as ``mindspore.value_and_grad`` does.
-
-    Args:
-        fn: returns a scalar loss, a DTensor or a plain tensor; with ``has_aux`` a tuple of the loss and more.
-        grad_position: indices of the inputs to differentiate by; None: none.
-        weights: parameters to differentiate by, such as ``module.parameters()``; None: none.
-        has_aux: differentiate only the first result.
-
-    Returns:
-        A function of the arguments of ``fn``. It returns the results of ``fn``, with the loss as a plain global value,
-        detached, and the gradients: those of the inputs, those of the weights, or a pair of the two. One input (an int,
-        not a tuple) or one weight (a tensor, not a list) has one gradient, several have a tuple. The gradient of a
-        DTensor is a DTensor in its layout; that of an unused input is zero. ``.grad`` is not changed.
-
-    Raises:
-        ValueError: the loss is not a scalar.
-    """
     chosen = [weights] if isinstance(weights, torch.Tensor) else None if weights is None else list(weights)
     positions = () if grad_position is None else (grad_position,) if isinstance(grad_position, int) else grad_position
 
@@ -71,37 +51,8 @@ def parallelize_value_and_grad(
     return run
 
 
-class DFunction(torch.autograd.Function):
-    """Base of a distributed autograd function: ``forward`` and ``backward`` see local tensors.
-
-    ``_op_name`` names the sharding rule, which determines the layouts of the operands and of the result. The result's
-    shape follows from the rule's factors.
-
-    Example:
-        >>> class Scale(DFunction):
-        ...     _op_name = "mul"
-        ...
-        ...     @staticmethod
-        ...     def forward(ctx, x, y):
-        ...         ctx.save_for_backward(x, y)
-        ...         return x * y
-        ...
-        ...     @staticmethod
-        ...     def backward(ctx, grad):
-        ...         x, y = ctx.saved_tensors
-        ...         return grad * y, grad * x
-    """
-
-    _op_name: str = ""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Run the function on Tensors or DTensors.
-
-        Raises:
-            ValueError: ``_op_name`` names no rule, or Tensors and DTensors are mixed.
-        """
-        return apply_function(cls, super().apply, args, torch.Tensor)
+class DFunction(DistributedFunction, torch.autograd.Function):
+    """A distributed autograd function on PyTorch: see `hp_dtensor.functions.DistributedFunction`."""
 
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
@@ -147,13 +98,7 @@ def register_sharding(op: Any) -> Callable[[Rule], Rule]:
     ops = [form for each in (op if isinstance(op, list) else [op]) for form in _forms(each)]
 
     def decorate(rule: Rule) -> Rule:
-        def solve(call: Call, shapes: Sequence[tuple[int, ...]]) -> Solution:
-            values = [_described(value) for value in call.args]
-            named = {name: _described(value) for name, value in call.kwargs.items()}
-            operands = [tensor for tensor in call.tensors if tensor is not None]
-            sizes = [tensor.element_size() for tensor in operands]
-            return choose(name_of(call.func), rule(*values, **named), call.specs, sizes, shapes)
-
+        solve = registered(rule, lambda call: name_of(call.func), lambda tensor: tensor.element_size())
         for form in ops:
             BINDINGS[form] = Binding("registered", solve=solve, local=_checked, hot=False)
             dispatch._SPECIAL.pop(form, None)
@@ -186,14 +131,6 @@ def _forms(op: Any) -> list[Any]:
     if not callable(op):
         raise TypeError(f"register_sharding: an operation is needed, got {type(op).__name__} {op!r}")
     return [op]
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value._spec
-    if isinstance(value, (list, tuple)):
-        return [_described(item) for item in value]
-    return float if type(value) is float else value
 
 
 def _plain(value: Any) -> Any:

@@ -104,9 +104,6 @@ def _reducing(op: str, make: Callable[[str], Run]) -> Run:
     return reduce
 
 
-__all__ = ["alias", "convert", "forget", "grad_enabled", "gradient_as", "once_differentiable"]
-__all__ += ["local_mode", "local_only", "move", "move_in", "recall", "remember"]
-
 _local_depth: contextvars.ContextVar[int] = contextvars.ContextVar("local_depth", default=0)
 _memo: list[tuple[Any, ...]] = []
 _MEMO_SIZE = 4

@@ -16,6 +16,7 @@ from hp_dtensor.layout.placements import Shard
 from hp_dtensor.mindspore.backward.autograd import local_mode
 from hp_dtensor.mindspore.ops import local, special
 from hp_dtensor.mindspore.ops.dispatching import shapes
+from hp_dtensor.rules.arguments import all_dims, last_two, select_arguments
 from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.rules.planning import Binding, Call, binding_of
 
@@ -257,8 +258,8 @@ def _bind_moves() -> None:
         arguments=local.slice_arguments,
         local=local.slice_,
     )
-    bind("linear_whole_dims", "Triu Tril TrilExt", shapes.same, "input diagonal=0", "input", arguments=local.last_two)
-    bind("linear_whole_dims", "Tile", shapes.tiled, arguments=local.tile_arguments)
+    bind("linear_whole_dims", "Triu Tril TrilExt", shapes.same, "input diagonal=0", "input", arguments=last_two)
+    bind("linear_whole_dims", "Tile", shapes.tiled, arguments=all_dims)
     bind("unbind", "Unstack", _unstacked_by_axis, "input", "input", arguments=lambda c: {"dim": c.attributes["axis"]})
     bind("moved_replicated_dim", "ReverseV2", shapes.same, "input dim", "input")
     bind("pad", "PadV3", shapes.padded, "input paddings value=None", "input", arguments=local.pad_arguments)
@@ -269,7 +270,7 @@ def _bind_moves() -> None:
         shapes.selected,
         "input dim index",
         "input",
-        arguments=local.select_arguments,
+        arguments=select_arguments,
         local=local.select,
     )
     names, found = "input dim index", local.over_nothing(special.looked_up)

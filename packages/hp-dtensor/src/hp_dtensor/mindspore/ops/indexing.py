@@ -20,18 +20,15 @@ from hp_dtensor.mindspore.backward.autograd import convert, grad_enabled, local_
 from hp_dtensor.mindspore.dtensor import DTensor, local_of, redistribute, unwrap, wrap
 from hp_dtensor.mindspore.ops.dispatching.dispatch import before_write, run_kernel
 from hp_dtensor.mindspore.ops.functions import bind
+from hp_dtensor.rules.arguments import expanded, is_full, kept
 from hp_dtensor.rules.planning import Call
 
 
 def _expanded(index: Any, ndim: int) -> list[Any]:
-    """Return the index with ``...`` expanded, with one entry per dim and one for each None."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    used = sum(item is not None and item is not Ellipsis for item in items)
-    if used > ndim:
+    items = expanded(index, ndim)
+    if (used := sum(item is not None for item in items)) > ndim:
         raise IndexError(f"{used} indices for a tensor with {ndim} dims")
-    missing = [slice(None)] * (ndim - used)
-    dots = [at for at, item in enumerate(items) if item is Ellipsis]
-    return [*items[: dots[0]], *missing, *items[dots[0] + 1 :]] if dots else [*items, *missing]
+    return items
 
 
 def _is_simple(item: Any) -> bool:
@@ -60,15 +57,7 @@ def _shape(call: Call) -> list[tuple[int, ...]]:
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    kept: list[int | None] = []
-    dim = 0
-    for item in _items(call):
-        if isinstance(item, slice):
-            kept.append(dim if item.indices(call.shape[dim]) == (0, call.shape[dim], 1) else None)
-        elif item is None:
-            kept.append(None)
-        dim += item is not None
-    return {"kept": tuple(kept)}
+    return kept(_items(call), call.shape)
 
 
 def _local(call: Call) -> Any:
@@ -134,7 +123,7 @@ def set_item(x: DTensor, index: Any, value: Any) -> Any:
         simple = simple and _is_simple(item)
         if item is None:
             continue
-        if not (isinstance(item, slice) and item.indices(spec.shape[dim]) == (0, spec.shape[dim], 1)):
+        if not is_full(item, spec.shape[dim]):
             touched.add(dim)
         dim += 1
     if x.is_partial():

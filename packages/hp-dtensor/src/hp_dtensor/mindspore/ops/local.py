@@ -15,10 +15,9 @@ import mindspore
 from mindspore import Tensor, _Function, mint, ops
 from mindspore._c_expression import TensorPy
 
-from hp_dtensor.layout.placements import Shard
-from hp_dtensor.layout.sharding import chunk
 from hp_dtensor.mindspore.backward.autograd import alias
-from hp_dtensor.mindspore.ops.dispatching.shapes import ints, pad_pairs, sliced
+from hp_dtensor.mindspore.ops.dispatching.shapes import pad_pairs, sliced
+from hp_dtensor.rules.arguments import adds_bias, ints, offset, summed_axes, transposed
 from hp_dtensor.rules.library import dims_argument
 from hp_platform import get_platform
 
@@ -33,23 +32,7 @@ def permute_arguments(call: Call) -> dict[str, Any]:
 
 
 def transpose_arguments(call: Call) -> dict[str, Any]:
-    order = list(range(len(call.shape)))
-    a, b = call.bound["dim0"], call.bound["dim1"]
-    order[a], order[b] = order[b], order[a]
-    return {"order": tuple(order)}
-
-
-def select_arguments(call: Call) -> dict[str, Any]:
-    dim = call.bound["dim"] % len(call.shape)
-    return {"kept": tuple(d for d in range(len(call.shape)) if d != dim)}
-
-
-def tile_arguments(call: Call) -> dict[str, Any]:
-    return {"dim": None}
-
-
-def last_two(call: Call) -> dict[str, Any]:
-    return {"dim": tuple(range(len(call.shape)))[-2:]}
+    return transposed(len(call.shape), call.bound["dim0"], call.bound["dim1"])
 
 
 def last(call: Call) -> dict[str, Any]:
@@ -111,15 +94,9 @@ def select(call: Call) -> Any:
 
 
 # ---- arithmetic that depends on the whole ----
-def _summed(call: Call) -> list[int]:
-    """Axes over which the result is partial because the first operand is not."""
-    pairs = zip(call.results[0].placements, call.targets[0].placements, strict=True)
-    return [axis for axis, (p, q) in enumerate(pairs) if p.is_partial() and not q.is_partial()]
-
-
 def mean(call: Call) -> Any:
     """Over a sharded dim: the local sum over the global count, a part of the mean."""
-    if not _summed(call):
+    if not summed_axes(call.results[0], call.targets[0]):
         return None
     dims = dims_argument(call.bound["dim"], len(call.shape))
     count, keep = math.prod(call.shape[d] for d in dims), bool(call.bound.get("keepdim"))
@@ -190,7 +167,7 @@ def linear(call: Call) -> Any:
     if all(math.prod(spec.local_shape) for spec in (*call.targets, *call.results)):
         return _linear(call)
     product = over_nothing()(call)
-    adds = len(call.targets) < 3 or _adds_bias(call)
+    adds = len(call.targets) < 3 or adds_bias(call, call.targets[0])
 
     def run(args: Any, kwargs: Any) -> Any:
         out = product(args[:2], {})
@@ -201,16 +178,9 @@ def linear(call: Call) -> Any:
     return run
 
 
-def _adds_bias(call: Call) -> bool:
-    coordinate = call.results[0].mesh.get_coordinate()
-    return coordinate is None or all(coordinate[axis] == 0 for axis in _summed(call))
-
-
 def _linear(call: Call) -> Any:
     """Compute a linear map whose contracted dim is sharded: only the first rank of those axes adds the bias."""
-    if len(call.targets) < 3:
-        return None
-    if _adds_bias(call):
+    if len(call.targets) < 3 or adds_bias(call, call.targets[0]):
         return None
     run = call.func
     return lambda args, kwargs: run([args[0], args[1], _Elsewhere.apply(alias(args[2]))], kwargs)
@@ -252,12 +222,7 @@ def rows(call: Call) -> Any:
 
 def _rows(call: Call) -> Any:
     source = call.targets[0]
-    axes = [axis for axis, p in enumerate(source.placements) if p == Shard(0)]
-    coordinate = source.mesh.get_coordinate()
-    start, size = 0, source.shape[0]
-    for axis in axes:
-        inner, size = chunk(size, source.mesh.shape[axis], coordinate[axis])  # type: ignore[index]
-        start += inner
+    start, size = offset(source, 0)
     width = source.local_shape[1:]
 
     def run(args: Any, kwargs: Any) -> Any:

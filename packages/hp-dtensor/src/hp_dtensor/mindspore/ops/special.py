@@ -22,10 +22,11 @@ import mindspore
 from mindspore import Tensor, mint, ops
 
 from hp_dtensor.layout.placements import Partial, Replicate, Shard
-from hp_dtensor.layout.sharding import chunk, local_shape
+from hp_dtensor.layout.sharding import local_shape
 from hp_dtensor.layout.spec import TensorSpec
 from hp_dtensor.mindspore.backward.autograd import convert, execute, local_mode
 from hp_dtensor.mindspore.dtensor import DTensor, redistribute, wrap
+from hp_dtensor.rules.arguments import offset
 from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.rules.planning import mesh_of
 from hp_platform import get_platform
@@ -170,14 +171,9 @@ def looked_up(call: Any) -> Any:
     """
     source = call.targets[0]
     dim = call.bound["dim"] % len(source.shape)
-    axes = [axis for axis, p in enumerate(source.placements) if isinstance(p, Shard) and p.dim == dim]
-    coordinate = source.mesh.get_coordinate()
-    if not axes or coordinate is None:
+    if Shard(dim) not in source.placements or source.mesh.get_coordinate() is None:
         return None
-    start, size, count = 0, source.shape[dim], source.shape[dim]
-    for axis in axes:
-        inner, size = chunk(size, source.mesh.shape[axis], coordinate[axis])
-        start += inner
+    (start, size), count = offset(source, dim), source.shape[dim]
     on_host = get_platform().devices.kind == "cpu"
 
     def run(args: Any, kwargs: Any) -> Any:

@@ -27,14 +27,14 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
 from torch.autograd.graph import _engine_run_backward
 
-from hp_dtensor.layout.placements import Partial, Replicate
+from hp_dtensor.layout.placements import Partial, Replicate, Shard
 from hp_dtensor.layout.spec import TensorSpec, backward_scale, grad_spec
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.moves.redistribute import execute
@@ -140,28 +140,6 @@ def of_parts(grad: torch.Tensor, spec: TensorSpec, parts: tuple[bool, ...]) -> t
     return GradientMoved.apply(grad, spec, spec.with_placements(placements))
 
 
-__all__ = [
-    "AsView",
-    "GradientMoved",
-    "arriving_gradients",
-    "finish_gradients",
-    "convert",
-    "grad_spec",
-    "move",
-    "moved_back",
-    "moved_from",
-    "make_way",
-    "note_call",
-    "of_parts",
-    "read_in_parts",
-    "reduce_partial_grads",
-    "refuse_bypassing",
-    "refuse_late",
-    "retire_shadows",
-    "shadows",
-    "through_hooks",
-]
-
 _impl: Any = torch._C._disabled_torch_function_impl
 _is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
@@ -198,7 +176,6 @@ def finish_gradients() -> None:
 
 
 def local_mode() -> Any:
-    """Return a context in which DTensors act as their local tensors and none is pending."""
     for end in list(pending_redistributions.values()):
         end()
     return torch._C.DisableTorchFunctionSubclass()
@@ -375,10 +352,20 @@ def reduce_partial_grads(
                 _add_grad(leaf, move(grad, grad_spec(leaf._spec, vary), grad_spec(leaf._spec)))
                 continue
             flat = torch.cat([grad.reshape(-1) for _, grad in entries])
-            replicated = TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, flat.shape)
-            flat = move(flat, grad_spec(replicated, vary), replicated)
+            spec = _joint_spec(mesh, [grad_spec(leaf._spec) for leaf, _ in entries], flat.numel())
+            flat = move(flat.unsqueeze(0), grad_spec(spec, vary), spec).squeeze(0)
             for (leaf, grad), summed in zip(entries, flat.split([grad.numel() for _, grad in entries]), strict=True):
                 _add_grad(leaf, summed.view_as(grad).clone())
+
+
+def _joint_spec(mesh: DeviceMesh, specs: Sequence[TensorSpec], count: int) -> TensorSpec:
+    """Return the layout of gradients side by side: a row of ``count`` elements for each rank whose values differ.
+
+    A plan cuts what ranks replicate, to sum a part on each of them; shards of one gradient differ, so they are rows.
+    """
+    alike = [all(spec.placements[axis].is_replicate() for spec in specs) for axis in range(mesh.ndim)]
+    rows = math.prod(size for size, same in zip(mesh.shape, alike, strict=True) if not same)
+    return TensorSpec.of(mesh, [Replicate() if same else Shard(0) for same in alike], (rows, count))
 
 
 def _add_grad(leaf: Any, grad: torch.Tensor) -> None:

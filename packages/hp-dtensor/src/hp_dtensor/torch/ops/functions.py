@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from hp_dtensor.rules.arguments import all_dims, last_two, select_arguments
 from hp_dtensor.rules.library import dims_argument
 from hp_dtensor.rules.planning import Binding, binding_of
 from hp_dtensor.torch.ops import local
@@ -243,7 +244,7 @@ def _bind_reductions() -> None:
     bind("replicated_dim", "cummax cummin cumprod logcumsumexp", "input dim dtype=None", "input")
     bind("replicated_dim", "sort argsort", "input dim=-1 descending=False stable=False", "input")
     bind("replicated_dim", "topk", "input k dim=-1 largest=True sorted=True", "input")
-    bind("replicated_dim", "kthvalue", "input k dim=-1 keepdim=False", "input", arguments=local.all_dims)
+    bind("replicated_dim", "kthvalue", "input k dim=-1 keepdim=False", "input", arguments=all_dims)
     bind("linear_whole_dims", "cumsum", "input dim dtype=None", "input")
     bind("replicated_dim", F.normalize, "input p=2 dim=1 eps=None out=None", "input")
     bind("replicated_dim", F.glu, "input dim=-1", "input")
@@ -263,7 +264,7 @@ def _bind_moves() -> None:
     bind("stack", "stack", "tensors dim=0", "tensors")
     bind("moved_replicated_dim", "flip", "input dims", "input", arguments=local.flip_arguments)
     bind("moved_replicated_dim", "roll", "input shifts dims=None", "input", arguments=local.flip_arguments)
-    bind("linear_whole_dims", "tril triu", "input diagonal=0", "input", arguments=local.last_two)
+    bind("linear_whole_dims", "tril triu", "input diagonal=0", "input", arguments=last_two)
     bind("moved_replicated_dim", "split split_with_sizes tensor_split", "input split_size_or_sections dim=0", "input")
     bind("moved_replicated_dim", "chunk unsafe_chunk", "input chunks dim=0", "input")
     bind("moved_replicated_dim", "narrow", "input dim start length", "input")
@@ -277,7 +278,7 @@ def _bind_moves() -> None:
     bind("expand", "repeat tile", hot=False)
     bind("pairs", "view_as_real view_as_complex")
     bind("unbind", "unbind", "input dim=0", "input")
-    bind("index", "select", "input dim index", "input", arguments=local.select_arguments)
+    bind("index", "select", "input dim index", "input", arguments=select_arguments)
     bind("index", T.__getitem__, arguments=local.index_arguments, local=local.index, hot=False)  # tensors: indexing
     bind("index", "index_select", "input dim index", "input index", arguments=local.index_select_arguments)
     bind("masked_gather", "gather", "input dim index sparse_grad=False", "input index", local=local.gather)

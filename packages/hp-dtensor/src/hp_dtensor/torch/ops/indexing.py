@@ -21,6 +21,7 @@ import torch
 
 from hp_dtensor.layout.placements import Placement, Replicate, Shard
 from hp_dtensor.layout.spec import TensorSpec
+from hp_dtensor.rules.arguments import expanded, is_full, offset
 from hp_dtensor.rules.planning import Call
 from hp_dtensor.torch.backward.autograd import convert
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
@@ -29,7 +30,6 @@ from hp_dtensor.torch.ops import indexing
 from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.ops.dispatching.dispatch import replicate_plain, write_into_plain
 from hp_dtensor.torch.ops.functions import bind
-from hp_dtensor.torch.ops.local import offset
 from hp_dtensor.torch.ops.whole import on_whole
 
 _impl: Any = torch._C._disabled_torch_function_impl
@@ -113,9 +113,7 @@ def _full(pattern: tuple[Any, ...], ndim: int, shape: tuple[int, ...]) -> list[b
     dots = items.index(Ellipsis) if Ellipsis in items else len(items)
     after = items[dots + 1 :]
     items = [*items[:dots], *[slice(None)] * (ndim - dots - len(after)), *after]
-    return [
-        isinstance(item, slice) and item.indices(size) == (0, size, 1) for item, size in zip(items, shape, strict=True)
-    ]
+    return [is_full(item, size) for item, size in zip(items, shape, strict=True)]
 
 
 def _local(call: Call) -> Any:
@@ -288,7 +286,7 @@ def _write(x: DTensor, items: Items, value: Any) -> None:
     if full is None or None in cut or (touched and (tensors or _cut_otherwise(spec))):
         return _scatter(x, items, value)
     whole = iter(full)
-    items = tuple(slice(None) if i is not None and next(whole) else i for i in _expanded(items, x.dim()))
+    items = tuple(slice(None) if i is not None and next(whole) else i for i in expanded(items, x.dim()))
     kept, result = indexing.kept_dims(lambda meta: meta[_on_meta(items)], spec.shape, full)
     value = _written(value, spec, kept, len(result))
     return _copy(x, *_own_part(spec, items, touched, value, len(result)))
@@ -391,23 +389,14 @@ def _scatter(x: DTensor, items: Items, value: Any) -> None:
 
 
 # ---- what an index takes ----
-def _expanded(items: Items, ndim: int) -> Items:
-    """Return the index with ``...`` and omitted dims expanded."""
-    missing = (slice(None),) * (ndim - sum(item is not None and item is not Ellipsis for item in items))
-    dots = [place for place, item in enumerate(items) if item is Ellipsis]
-    return (*items[: dots[0]], *missing, *items[dots[0] + 1 :]) if dots else (*items, *missing)
-
-
 def _taken_in_full(items: Items, shape: tuple[int, ...]) -> list[bool] | None:
     """For each dim, whether the index takes it in full; None where masks or bools decide what is taken."""
     if any(map(indexing.by_value, items)):
         return None
-    taken = [item for item in _expanded(items, len(shape)) if item is not None]
+    taken = [item for item in expanded(items, len(shape)) if item is not None]
     if len(taken) > len(shape):
         raise IndexError(f"too many indices for a tensor of dimension {len(shape)}: {len(taken)}")
-    return [
-        isinstance(item, slice) and item.indices(size) == (0, size, 1) for item, size in zip(taken, shape, strict=True)
-    ]
+    return [is_full(item, size) for item, size in zip(taken, shape, strict=True)]
 
 
 def _on_meta(items: Items) -> Items:

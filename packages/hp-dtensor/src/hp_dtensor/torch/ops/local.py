@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hp_dtensor.layout.placements import Partial, Replicate, Shard
-from hp_dtensor.layout.sharding import chunk
+from hp_dtensor.rules.arguments import adds_bias, expanded, ints, is_full, kept, offset, summed_axes, transposed
 from hp_dtensor.rules.factors import NoLegalPlacement, Solution
 from hp_dtensor.rules.library import dims_argument
 from hp_platform import get_platform
@@ -26,13 +26,8 @@ T = torch.Tensor
 
 
 # ---- arguments ----
-def _ints(values: Any) -> tuple[int, ...]:
-    flat = values[0] if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
-    return tuple(int(value) for value in flat)
-
-
 def _named(call: Call, name: str, position: int = 1) -> tuple[int, ...]:
-    return _ints((call.kwargs[name],)) if name in call.kwargs else _ints(call.args[position:])
+    return ints((call.kwargs[name],)) if name in call.kwargs else ints(call.args[position:])
 
 
 def _ndim(call: Call) -> int:
@@ -48,11 +43,7 @@ def permute_arguments(call: Call) -> dict[str, Any]:
 
 
 def transpose_arguments(call: Call) -> dict[str, Any]:
-    order = list(range(_ndim(call)))
-    a, b = (value for name, value in call.bound.items() if name != "input")
-    if order:
-        order[a], order[b] = order[b], order[a]
-    return {"order": tuple(order)}
+    return transposed(_ndim(call), *(value for name, value in call.bound.items() if name != "input"))
 
 
 def movedim_arguments(call: Call) -> dict[str, Any]:
@@ -92,14 +83,6 @@ def statistics_arguments(call: Call) -> dict[str, Any]:
     return {"dim": None if isinstance(dim, bool) else dim, "keepdim": call.bound["keepdim"]}
 
 
-def last_two(call: Call) -> dict[str, Any]:
-    return {"dim": tuple(range(_ndim(call)))[-2:]}
-
-
-def all_dims(call: Call) -> dict[str, Any]:
-    return {"dim": None}
-
-
 def pad_arguments(call: Call) -> dict[str, Any]:
     pad, ndim, value = call.bound["pad"], _ndim(call), call.bound["value"]
     touched = tuple(ndim - 1 - i // 2 for i in range(0, len(pad), 2) if pad[i] or pad[i + 1])
@@ -111,11 +94,6 @@ def pad_arguments(call: Call) -> dict[str, Any]:
 
 def repeat_interleave(call: Call) -> dict[str, Any]:
     return {"dim": call.bound["dim"]}
-
-
-def select_arguments(call: Call) -> dict[str, Any]:
-    dim = call.bound["dim"] % max(_ndim(call), 1)
-    return {"kept": tuple(d for d in range(_ndim(call)) if d != dim)}
 
 
 def index_select_arguments(call: Call) -> dict[str, Any]:
@@ -132,40 +110,16 @@ def trailing(count: int) -> Any:
     return lambda call: {"trailing": count if count > 0 else _ndim(call) + count}
 
 
-def _expanded(call: Call) -> list[Any]:
-    """Return the index with ``...`` expanded."""
-    index = call.args[1]
-    items = list(index) if isinstance(index, tuple) else [index]
-    used = sum(item is not None and item is not Ellipsis for item in items)
-    missing = [slice(None)] * (_ndim(call) - used)
-    dots = [i for i, item in enumerate(items) if item is Ellipsis]
-    return [*items[: dots[0]], *missing, *items[dots[0] + 1 :]] if dots else [*items, *missing]
-
-
-def _is_full(item: Any, size: int) -> bool:
-    return isinstance(item, slice) and item.indices(size) == (0, size, 1)
-
-
 def index_arguments(call: Call) -> dict[str, Any]:
     """``kept``: dims taken in full stay as they are."""
-    shape = call.tensors[0]._spec.shape
-    kept: list[int | None] = []
-    dim = 0
-    for item in _expanded(call):
-        if item is None:
-            kept.append(None)
-            continue
-        if isinstance(item, slice):
-            kept.append(dim if _is_full(item, shape[dim]) else None)
-        dim += 1
-    return {"kept": tuple(kept)}
+    return kept(expanded(call.args[1], _ndim(call)), call.shape)
 
 
 def index(call: Call) -> Any:
     shape = call.specs[0].shape
     items, dim = [], 0
-    for item in _expanded(call):
-        items.append(slice(None) if item is not None and _is_full(item, shape[dim]) else item)
+    for item in expanded(call.args[1], len(shape)):
+        items.append(slice(None) if item is not None and is_full(item, shape[dim]) else item)
         dim += item is not None
     return T.__getitem__, (tuple(items),)
 
@@ -192,9 +146,7 @@ def expand(call: Call) -> Any:
 def mean(call: Call) -> Any:
     """Over a sharded dim: the local sum over the global count, a part of the mean."""
     target, result = call.targets[0], call.results[0]
-    if not any(
-        p.is_partial() and not q.is_partial() for p, q in zip(result.placements, target.placements, strict=True)
-    ):
+    if not summed_axes(result, target):
         return None
     dims = dims_argument(call.bound["dim"], len(target.shape))
     count = math.prod(target.shape[d] for d in dims)
@@ -216,15 +168,7 @@ def cross(call: Call) -> Any:
 
 def biased(call: Call) -> Any:
     """Return a linear map or convolution whose contracted dim is sharded: only the first rank adds the bias."""
-    if len(call.targets) < 3:
-        return None
-    coordinate = call.results[0].mesh.get_coordinate()
-    partial = [
-        a
-        for a, (p, q) in enumerate(zip(call.results[0].placements, call.targets[2].placements, strict=True))
-        if p.is_partial() and not q.is_partial()
-    ]
-    if coordinate is None or all(coordinate[axis] == 0 for axis in partial):
+    if len(call.targets) < 3 or adds_bias(call, call.targets[2]):
         return None
     func = call.func
     return lambda input, weight, bias, *rest, **named: func(input, weight, Elsewhere.apply(bias), *rest, **named)
@@ -321,17 +265,6 @@ def gather(call: Call) -> Any:
     return run
 
 
-def offset(spec: Any, dim: int) -> tuple[int, int]:
-    """Start and length of this rank's contiguous piece of a dim."""
-    coordinate = spec.mesh.get_coordinate()
-    start, size = 0, spec.shape[dim]
-    for axis, placement in enumerate(spec.placements):
-        if placement == Shard(dim):
-            inner, size = chunk(size, spec.mesh.shape[axis], coordinate[axis])
-            start += inner
-    return start, size
-
-
 def attention(call: Call) -> Any:
     """Dropout is refused at each call: its probability is a float, which a plan does not depend on."""
     if call.results[0].replicated:
@@ -356,11 +289,7 @@ def cross_entropy(call: Call) -> Any:
     bound = call.bound
     if bound["size_average"] is not None or bound["reduce"] is not None:
         raise NotImplementedError("cross_entropy of DTensors: size_average and reduce are deprecated, use reduction=")
-    axes = [
-        a
-        for a, (p, q) in enumerate(zip(result.placements, target.placements, strict=True))
-        if p.is_partial() and not q.is_partial()
-    ]
+    axes = summed_axes(result, target)
     if not axes or bound["reduction"] != "mean":
         return None
     func, ignore, mesh = call.func, bound["ignore_index"], result.mesh

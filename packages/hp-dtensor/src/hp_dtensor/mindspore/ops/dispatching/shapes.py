@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hp_dtensor.rules.arguments import ints
 from hp_dtensor.rules.library import dims_argument
 
 if TYPE_CHECKING:
@@ -16,12 +17,6 @@ Shape = tuple[int, ...]
 
 def _given(call: Call) -> list[Shape]:
     return [tensor._spec.shape for tensor in call.tensors if tensor is not None]
-
-
-def ints(values: Sequence[Any]) -> Shape:
-    """Sizes or dims, given one by one or as a sequence."""
-    flat = values[0] if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
-    return tuple(int(value) for value in flat)
 
 
 def same(call: Call) -> list[Shape]:
