@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_styles.context.plan import chunks_of
@@ -38,6 +38,7 @@ def _parts(positions: list[int], kept: list[bool], size: int, load_balance: bool
     return parts
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([1, 2, 3, 4]),
     st.booleans(),
@@ -56,6 +57,7 @@ def test_documents_of_any_lengths(size: int, load_balance: bool, sizes: list[int
     assert rows == (tuple(Segment(start, i) for i, start in enumerate(starts)),)
 
 
+@settings(deadline=None)
 @given(st.sampled_from([1, 2, 4]), st.booleans(), st.lists(st.booleans(), min_size=16, max_size=16))
 def test_padding_anywhere(size: int, load_balance: bool, kept: list[bool]) -> None:
     parts = _parts(list(range(16)), kept, size, load_balance)

@@ -283,7 +283,10 @@ def test_a_plan_for_torch_is_a_plan_for_us(sequence: bool) -> None:
             torch.testing.assert_close(mine.grad.to_local(), other.grad.to_local(), msg=name)
 
 
-MORE = {"loss_parallel": ["z_loss"]}  # arguments that torch's have not
+MORE = {
+    "loss_parallel": ["z_loss"],
+    **dict.fromkeys(("ColwiseParallel", "RowwiseParallel"), ["async_tensor_parallel"]),
+}  # arguments that torch's have not
 
 
 def test_names_defaults_and_arguments_are_torchs() -> None:

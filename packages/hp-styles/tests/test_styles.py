@@ -321,6 +321,7 @@ def test_styles_check_their_arguments():
     with pytest.raises(ValueError, match="1 output_layouts, 2 desired_output_layouts"):
         PrepareModuleOutput(output_layouts=R, desired_output_layouts=(R, R))
     assert repr(ColwiseParallel()) == (
-        "ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=True)"
+        "ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=True,"
+        " async_tensor_parallel='off')"
     )
     assert Partial() != R

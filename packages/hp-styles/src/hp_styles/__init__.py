@@ -22,14 +22,14 @@ from hp_styles.context.styles import (
     context_parallel_unshard,
 )
 from hp_styles.names import sequence_parallel_plan
-from hp_styles.styles import (
+from hp_styles.tensor.meshes import ThreeDimensionalParallel, TwoDimensionalParallel
+from hp_styles.tensor.styles import (
     ColwiseParallel,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
-    TwoDimensionalParallel,
 )
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "ThreeDimensionalParallel",
     "TwoDimensionalParallel",
     "context_parallel",
     "context_parallel_shard",

@@ -29,7 +29,8 @@ def parallelize_module(
 
     Args:
         module: the module.
-        device_mesh: a mesh of one axis, for ``TwoDimensionalParallel`` of two or three; default that of ``with mesh:``.
+        device_mesh: a mesh of one axis, for ``TwoDimensionalParallel`` of two or three, for
+            ``ThreeDimensionalParallel`` of three; default that of ``with mesh:``.
         parallelize_plan: a style for the module itself, or ``{name or fnmatch pattern: style}``; patterns match dotted
             names of submodules part by part: ``layers.*.mlp.up``; ``layers.*`` is the layers, not what is inside them.
             ``""`` is the module itself. Where no submodule matches, a key may name parameters
@@ -69,7 +70,7 @@ def parallelize_module(
             f" {type(parallelize_plan).__name__}"
         )
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
-    modules = dict(port.modules().named_modules(module))
+    modules = port.modules().named_modules(module)
     parameters = port.modules().named_parameters(module)
     chosen: dict[int, tuple[str, str, ParallelStyle]] = {}
     placed: dict[str, ParallelStyle] = {}

@@ -7,10 +7,12 @@ from hp_styles.context.plan import DegreeError, chunks_of, kv_copies, split_degr
 from hp_styles.inputs import hook
 from hp_styles.names import (
     ALIASES,
+    OVERLAPPING,
     PARAMETER_STYLES,
     SCATTERING,
     STYLES,
     canonical,
+    overlapping,
     runs_on_parts,
     sequence_parallel_plan,
 )
@@ -18,6 +20,7 @@ from hp_styles.names import (
 __all__ = [
     "ALIASES",
     "DegreeError",
+    "OVERLAPPING",
     "PARAMETER_STYLES",
     "SCATTERING",
     "STYLES",
@@ -27,6 +30,7 @@ __all__ = [
     "claim",
     "hook",
     "kv_copies",
+    "overlapping",
     "runs_on_parts",
     "sequence_parallel_plan",
     "split_degrees",

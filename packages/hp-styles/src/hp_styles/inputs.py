@@ -211,6 +211,7 @@ def on_input(
     desired: Placed,
     features: int | None = None,
     sized: tuple[int, int] | None = None,
+    stays: Callable[[Any], bool] | None = None,
 ) -> None:
     """Convert the first positional input or, if there is none, the first keyword tensor.
 
@@ -221,6 +222,7 @@ def on_input(
         desired: the input's layout afterwards.
         features: of the whole input, where they are those of a weight.
         sized: a dim of the whole input, and the size that the module takes there; None where any will do.
+        stays: tells of an input whether the module takes it as `layout`, and moves it itself; None: never.
 
     Raises:
         TypeError: (in forward) there is no such input, or it is not a tensor.
@@ -235,7 +237,7 @@ def on_input(
         if cuts:
             compare_parts(mesh, ((value, layout),))
         check_widths(widths, mod, value)
-        return _to_dtensor(value, mesh, layout, desired, features)
+        return _to_dtensor(value, mesh, layout, layout if stays is not None and stays(value) else desired, features)
 
     def convert(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and _is_tensor(args[0]):

@@ -21,7 +21,7 @@ from hp_dtensor import DeviceMesh, Placement, Replicate, Shard, StridedShard
 from hp_styles import port
 from hp_styles.base import ParallelStyle, claim
 from hp_styles.inputs import on_input, on_output
-from hp_styles.styles import ColwiseParallel, PrepareModuleOutput, RowwiseParallel, SequenceParallel
+from hp_styles.tensor.styles import ColwiseParallel, PrepareModuleOutput, RowwiseParallel, SequenceParallel
 
 
 class PlainRegion(ParallelStyle):
@@ -288,6 +288,20 @@ _MADE: dict[str, Callable[[], ParallelStyle]] = {
     "all_reduce": Reduced,
     "local_params": Untouched,
 }
+
+
+OVERLAPPING: dict[str, Callable[[], ParallelStyle]] = {
+    "rowwise_scatter_output": lambda: RowwiseParallel(**_SEQUENCE, async_tensor_parallel="auto"),
+    "rowwise_split_input_scatter_output": lambda: RowwiseParallel(
+        input_layouts=Replicate(), **_SEQUENCE, async_tensor_parallel="auto"
+    ),
+}
+"""The styles of a Linear whose reduce-scatter may go on under its product."""
+
+
+def overlapping(style: str) -> ParallelStyle:
+    """Create the style of a name of `OVERLAPPING`, with ``async_tensor_parallel="auto"``."""
+    return OVERLAPPING[style]()
 
 
 def canonical(style: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hp_dtensor import DeviceMesh, Placement
 from hp_platform.extend import load_port
@@ -17,7 +18,34 @@ if TYPE_CHECKING:
 
 Module = Any
 Tensor = Any
+Placements = tuple[Placement, ...]
 SparseStyle = Any  # a style of `hp_styles.context.sparse`, which is above this module
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Layouts of a Linear's product whose operands are gathered for it; placements, one per mesh axis.
+
+    Args:
+        blocks: number of equal blocks of output features that the weight and the bias are seen in, ``[blocks, features,
+            ...]``: what one axis cuts of a block can be gathered while another axis has the blocks.
+        inputs: of the input between layers, and of the one that is multiplied.
+        weights: of the weight in blocks, and of the one that is multiplied.
+        outputs: of the product, and of the output between layers.
+        output_gradient: of the output's gradient that is multiplied.
+        input_gradient: of its product with the weight.
+        weight_gradient: of its product with the input, in blocks.
+        bias: of the bias in blocks that is added to the output between layers.
+    """
+
+    blocks: int
+    inputs: tuple[Placements, Placements]
+    weights: tuple[Placements, Placements]
+    outputs: tuple[Placements, Placements]
+    output_gradient: Placements
+    input_gradient: Placements
+    weight_gradient: Placements
+    bias: Placements
 
 
 class Modules(Protocol):
@@ -29,7 +57,7 @@ class Modules(Protocol):
 
     Tensor: type
 
-    def named_modules(self, module: Module) -> Iterable[tuple[str, Module]]:
+    def named_modules(self, module: Module) -> dict[str, Module]:
         """List all modules inside, the module itself among them, each under every name that it has."""
         ...
 
@@ -43,6 +71,10 @@ class Modules(Protocol):
 
     def input_features(self, module: Module) -> int | None:
         """Count the features of a linear layer's input; None of another module."""
+        ...
+
+    def output_features(self, module: Module) -> int:
+        """Count the features of a linear layer's output."""
         ...
 
     def sized_dim(self, module: Module) -> tuple[int, int] | None:
@@ -103,6 +135,26 @@ class Modules(Protocol):
 
     def run_experts(self, module: Module, mesh: DeviceMesh) -> None:
         """Run the forward of experts on this rank's part of the weights; the results are summed over the ranks."""
+        ...
+
+    def run_gathered(self, module: Module, mesh: DeviceMesh, layouts: Gathered) -> None:
+        """Run the product of a linear layer on operands that are gathered for it, in forward and in backward."""
+        ...
+
+    def run_overlapped(
+        self, module: Module, mesh: DeviceMesh, op: Literal["gather", "scatter"], dim: int
+    ) -> Callable[[Tensor], bool]:
+        """Run a linear layer with the collective of its input or its output under its product, where that pays.
+
+        Args:
+            module: the layer.
+            mesh: of one axis.
+            op: "gather" its input along `dim`, or "scatter" its output.
+            dim: the sequence.
+
+        Returns:
+            A function that tells of an input (a DTensor or this rank's part) whether the layer gathers it by itself.
+        """
         ...
 
     def divide_inside(self, module: Module, mesh: DeviceMesh) -> None:

@@ -16,6 +16,7 @@ from hp_styles import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    ThreeDimensionalParallel,
     TwoDimensionalParallel,
     parallelize_module,
     sequence_parallel_plan,
@@ -271,6 +272,13 @@ def test_two_dimensional_with_a_depth():
     x = np.random.default_rng(2).standard_normal((5, 6)).astype(np.float32)
     given = DTensor.from_local(Tensor(x), mesh, [Replicate()] * 3)
     same_gradients(net, plain, given, Tensor(x))
+
+
+@on_ranks(4)
+def test_three_dimensional_is_refused():
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("x", "y", "z"))
+    with pytest.raises(NotImplementedError, match="ThreeDimensionalParallel is for PyTorch, got the Cell Linear"):
+        parallelize_module(mint.nn.Linear(6, 8), mesh, ThreeDimensionalParallel())
 
 
 @on_ranks(2)

@@ -6,53 +6,17 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Tensor, mint, nn
 
 from hp_dtensor import DeviceMesh, Placement, Replicate
 from hp_dtensor.extend import normalize
-from hp_dtensor.mindspore.extend import (
-    DTensor,
-    distribute_parameter,
-    distribute_tensor,
-    redistribute,
-    redistribute_shared,
-)
+from hp_dtensor.mindspore.extend import DTensor, distribute_parameter, distribute_tensor
+from hp_dtensor.mindspore.extend import named_modules as named_modules
+from hp_dtensor.mindspore.extend import named_parameters as named_parameters
+from hp_dtensor.mindspore.extend import redistribute as redistribute
+from hp_dtensor.mindspore.extend import redistribute_shared as redistribute_shared
 from hp_styles.inputs import begin_call, end_call
-
-__all__ = [
-    "Tensor",
-    "around_calls",
-    "described",
-    "divide_inside",
-    "input_features",
-    "kind",
-    "named_modules",
-    "named_parameters",
-    "partition",
-    "place",
-    "redistribute",
-    "redistribute_shared",
-    "refuse_foreign",
-    "replicate",
-    "replicate_statistics",
-    "run_experts",
-    "run_pointwise",
-    "run_replicated",
-    "sharded_loss",
-    "sized_dim",
-]
-
-
-def named_modules(module: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
-    """List the Cell and all Cells inside it, each under every name that it has."""
-    return _walk(module, "")
-
-
-def _walk(cell: nn.Cell, prefix: str) -> Iterator[tuple[str, nn.Cell]]:
-    yield prefix, cell
-    for name, child in cell.name_cells().items():
-        if child is not None:
-            yield from _walk(child, f"{prefix}.{name}" if prefix else name)
+from hp_styles.port import Gathered
 
 
 def kind(module: nn.Cell) -> Literal["linear", "embedding", "other"]:
@@ -69,8 +33,11 @@ def kind(module: nn.Cell) -> Literal["linear", "embedding", "other"]:
 
 
 def input_features(module: nn.Cell) -> int | None:
-    """Return the features of a linear layer's input; None for another Cell."""
     return module.weight.shape[1] if kind(module) == "linear" else None
+
+
+def output_features(module: nn.Cell) -> int:
+    return module.weight.shape[0]
 
 
 def sized_dim(module: nn.Cell) -> tuple[int, int] | None:
@@ -78,7 +45,7 @@ def sized_dim(module: nn.Cell) -> tuple[int, int] | None:
 
     Of a Cell of several it is the first one's; None where that tells nothing.
     """
-    first = next((cell for _, cell in named_modules(module) if cell._params), module)
+    first = next((cell for _, cell in named_modules(module).items() if cell._params), module)
     for names, dim in (("in_channels", 1), ("num_features", 1), ("num_channels", 1)):
         size = getattr(first, names, None)
         if isinstance(size, int) and kind(first) != "linear":
@@ -124,7 +91,7 @@ def partition(
 
 def replicate(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Replicate the parameters and buffers of the Cell and of all Cells inside it."""
-    for _, child in named_modules(module):
+    for _, child in named_modules(module).items():
         partition(child, mesh, {}, src_data_rank)
         for name, buffer in child._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
@@ -179,16 +146,6 @@ def sharded_loss(*, z_loss: float) -> Iterator[None]:
     yield
 
 
-def named_parameters(module: nn.Cell) -> dict[str, Parameter]:
-    """Return the Parameters by name, as ``parallelize_module`` names Cells."""
-    return {
-        f"{prefix}.{name}" if prefix else name: parameter
-        for prefix, child in named_modules(module)
-        for name, parameter in child._params.items()
-        if parameter is not None
-    }
-
-
 def place(module: nn.Cell, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None) -> None:
     """Distribute one of the Cell's own Parameters."""
     distribute_parameter(module._params[name], mesh, (placement,), src_data_rank=src_data_rank)
@@ -203,6 +160,29 @@ def _refuse_region(module: nn.Cell, *mesh: DeviceMesh) -> NoReturn:
     raise NotImplementedError(
         f"experts and plain regions are styles for PyTorch, got the Cell {type(module).__name__}; write its construct"
         " with operations of DTensors, and shard its Parameters by keys that name them"
+    )
+
+
+def run_gathered(module: nn.Cell, mesh: DeviceMesh, layouts: Gathered) -> NoReturn:
+    """Refuse: this is for PyTorch only.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"ThreeDimensionalParallel is for PyTorch, got the Cell {type(module).__name__}; TwoDimensionalParallel shards"
+        " it over two axes, or over three with a depth"
+    )
+
+
+def run_overlapped(module: nn.Cell, mesh: DeviceMesh, op: str, dim: int) -> NoReturn:
+    """Refuse: this is for PyTorch only.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f'async_tensor_parallel="auto" is for PyTorch, got the Cell {type(module).__name__}; leave it out'
     )
 
 

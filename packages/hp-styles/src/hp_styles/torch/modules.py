@@ -5,7 +5,7 @@ See Note [Compiled regions run on local tensors] in `hp_dtensor.torch.compile.co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from operator import index  # of a symbol of torch.compile it is a number, where int() leaves the symbol
 from typing import Any
 
@@ -21,52 +21,26 @@ from hp_dtensor.torch.extend import (
     distribute_parameter,
     encode_placements,
     mesh_of,
-    redistribute,
-    redistribute_shared,
     refuse_foreign,
     replicate_parameters,
-    sharded_loss,
     traces_as,
 )
+from hp_dtensor.torch.extend import named_modules as named_modules
+from hp_dtensor.torch.extend import named_parameters as named_parameters
+from hp_dtensor.torch.extend import redistribute as redistribute
+from hp_dtensor.torch.extend import redistribute_shared as redistribute_shared
+from hp_dtensor.torch.extend import sharded_loss as sharded_loss
 from hp_styles import base, inputs
 from hp_styles.inputs import begin_call, end_call
-from hp_styles.torch.regions import base_layer, divide_inside, run_experts, run_pointwise, run_replicated
-
-__all__ = [
-    "Tensor",
-    "around_calls",
-    "base_layer",
-    "described",
-    "divide_inside",
-    "input_features",
-    "kind",
-    "named_modules",
-    "named_parameters",
-    "partition",
-    "place",
-    "redistribute",
-    "redistribute_shared",
-    "refuse_foreign",
-    "replicate",
-    "replicate_statistics",
-    "run_experts",
-    "run_pointwise",
-    "run_replicated",
-    "sharded_loss",
-    "sized_dim",
-]
+from hp_styles.torch.products import run_gathered as run_gathered
+from hp_styles.torch.products import run_overlapped as run_overlapped
+from hp_styles.torch.regions import base_layer
+from hp_styles.torch.regions import divide_inside as divide_inside
+from hp_styles.torch.regions import run_experts as run_experts
+from hp_styles.torch.regions import run_pointwise as run_pointwise
+from hp_styles.torch.regions import run_replicated as run_replicated
 
 Tensor = torch.Tensor
-
-
-def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """List the module and all modules inside it, each under every name that it has."""
-    return module.named_modules(remove_duplicate=False)
-
-
-def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """List all parameters, each under every name that it has."""
-    return dict(module.named_parameters(remove_duplicate=False))
 
 
 def kind(module: torch.nn.Module) -> str:
@@ -85,11 +59,15 @@ def kind(module: torch.nn.Module) -> str:
 
 
 def input_features(module: torch.nn.Module) -> int | None:
-    """Return the features of a linear layer's input; None for another module."""
     if kind(module) not in ("linear", "transposed"):
         return None
     weight: torch.Tensor = base_layer(module).weight  # type: ignore[assignment]
     return weight.shape[1 if kind(module) == "linear" else 0]
+
+
+def output_features(module: torch.nn.Module) -> int:
+    weight: torch.Tensor = base_layer(module).weight  # type: ignore[assignment]
+    return weight.shape[0 if kind(module) == "linear" else 1]
 
 
 def sized_dim(module: torch.nn.Module) -> tuple[int, int] | None:
@@ -111,7 +89,6 @@ def sized_dim(module: torch.nn.Module) -> tuple[int, int] | None:
 
 
 def described(module: torch.nn.Module) -> str:
-    """Describe a module for an error."""
     return type(module).__name__
 
 

@@ -45,7 +45,7 @@ def run_replicated(module: torch.nn.Module, mesh: DeviceMesh) -> None:
             output = original(*_mapped(local, args), **_mapped(local, kwargs))
         return _mapped(lambda value: _placed(value, mesh, whole), output)
 
-    _around(module, forward)
+    around(module, forward)
 
 
 def run_pointwise(module: torch.nn.Module) -> None:
@@ -64,7 +64,7 @@ def run_pointwise(module: torch.nn.Module) -> None:
             )
         return DTensor.from_local(output, value.device_mesh, value.placements, shape=value.shape)
 
-    _around(module, forward)
+    around(module, forward)
 
 
 def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
@@ -106,7 +106,7 @@ def run_experts(module: torch.nn.Module, mesh: DeviceMesh) -> None:
         total = DTensor.from_local(output, mesh, [Partial()])
         return total.redistribute(mesh, whole)
 
-    _around(module, forward)
+    around(module, forward)
 
 
 class _Depth(threading.local):
@@ -136,7 +136,9 @@ def divide_inside(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     module.register_forward_pre_hook(hook(divide))
 
 
-def _around(module: torch.nn.Module, run: Callable[..., Any]) -> None:
+def around(module: torch.nn.Module, run: Callable[..., Any]) -> None:
+    """Run ``run(module, forward, args, kwargs)`` in place of the module's forward."""
+
     # In place of forward: hooks of others, such as those that gather parameters, are then done. Methods, as a copy of
     # the module binds them to itself.
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:

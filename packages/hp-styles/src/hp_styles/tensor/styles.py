@@ -1,4 +1,4 @@
-"""Parallel styles: how a module's parameters, inputs and outputs lie on a mesh axis, or on two.
+"""Parallel styles: how a module's parameters, inputs and outputs lie on a mesh axis.
 
 Names, arguments and behaviour are those of ``torch.distributed.tensor.parallel``.
 """
@@ -6,7 +6,7 @@ Names, arguments and behaviour are those of ``torch.distributed.tensor.parallel`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from hp_dtensor import DeviceMesh, Placement, Replicate, Shard
 from hp_styles import port
@@ -28,7 +28,7 @@ def _named(style: Any, **arguments: Any) -> str:
 def _no_linear(style: ParallelStyle, module: Any) -> NotImplementedError:
     """Return the error of a module whose weights a style can't shard, with what its kind needs instead."""
     f = port.modules()
-    inside = [name for name, each in f.named_modules(module) if name and f.kind(each) != "other"]
+    inside = [name for name, each in f.named_modules(module).items() if name and f.kind(each) != "other"]
     advice = (
         f"name the Linear and Embedding modules inside it, such as {inside[0]!r}"
         if inside
@@ -38,6 +38,39 @@ def _no_linear(style: ParallelStyle, module: Any) -> NotImplementedError:
         f"{type(style).__name__} shards Linear and Embedding modules, got {f.described(module)}; {advice}, or write a"
         " ParallelStyle with its own apply()"
     )
+
+
+def _check_async(style: Any, name: str, layout: Placement) -> None:
+    """Refuse an ``async_tensor_parallel`` that is neither value, or that has no sequence to exchange.
+
+    Raises:
+        ValueError: it is.
+    """
+    got = style.async_tensor_parallel
+    if got not in ("auto", "off"):
+        raise ValueError(f'{type(style).__name__}: async_tensor_parallel is "auto" or "off", got {got!r}')
+    if got == "auto" and (not isinstance(layout, Shard) or layout.dim == -1):
+        raise ValueError(
+            f'{type(style).__name__}: async_tensor_parallel="auto" is for a sharded sequence, {name}=Shard(dim), got'
+            f" {layout!r}; give it that, or leave async_tensor_parallel out"
+        )
+
+
+def _overlapped(style: Any, module: Any, mesh: DeviceMesh, op: Literal["gather", "scatter"], layout: Any) -> Any:
+    """Let a Linear's collective go on under its product, if the style asks for it: `Modules.run_overlapped`.
+
+    Raises:
+        NotImplementedError: the module is not Linear.
+    """
+    if style.async_tensor_parallel == "off":
+        return None
+    f = port.modules()
+    if f.kind(module) != "linear":
+        raise NotImplementedError(
+            f'{type(style).__name__}: async_tensor_parallel="auto" is for Linear modules, got {f.described(module)};'
+            " leave it out"
+        )
+    return f.run_overlapped(module, mesh, op, layout.dim)
 
 
 class ColwiseParallel(ParallelStyle):
@@ -50,8 +83,12 @@ class ColwiseParallel(ParallelStyle):
         input_layouts: placement of a plain input; default ``Replicate()``.
         output_layouts: placement that the output is brought to; default ``Shard(-1)``.
         use_local_output: return the local part as a plain tensor; default True.
+        async_tensor_parallel: "auto" lets the gather of an input of ``Shard(dim)``, a sequence, go on under the
+            product, where `hp_onesided.choose` says that it can: not on a CPU, where that was measured to gain nothing.
+            It was never run on hardware, so the default is "off".
 
     Raises:
+        ValueError: ``async_tensor_parallel="auto"`` without an input that is sharded along a sequence.
         NotImplementedError: applied to a module that is neither Linear nor Embedding.
     """
 
@@ -61,11 +98,14 @@ class ColwiseParallel(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        async_tensor_parallel: Literal["auto", "off"] = "off",
     ) -> None:
         check_placements(self, input_layouts=input_layouts, output_layouts=output_layouts)
         self.input_layouts = input_layouts or Replicate()
         self.output_layouts = output_layouts or Shard(-1)
         self.use_local_output = use_local_output
+        self.async_tensor_parallel = async_tensor_parallel
+        _check_async(self, "input_layouts", self.input_layouts)
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         f = port.modules()
@@ -78,8 +118,9 @@ class ColwiseParallel(ParallelStyle):
             f.partition(module, device_mesh, {"weight": (Shard(1),)}, self.src_data_rank)
         else:
             raise _no_linear(self, module)
+        stays = _overlapped(self, module, device_mesh, "gather", self.input_layouts)
         claim(module, self)
-        on_input(module, device_mesh, self.input_layouts, Replicate(), f.input_features(module))
+        on_input(module, device_mesh, self.input_layouts, Replicate(), f.input_features(module), stays=stays)
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
         return module
 
@@ -92,6 +133,7 @@ class ColwiseParallel(ParallelStyle):
             input_layouts=self.input_layouts,
             output_layouts=self.output_layouts,
             use_local_output=self.use_local_output,
+            async_tensor_parallel=self.async_tensor_parallel,
         )
 
 
@@ -103,8 +145,12 @@ class RowwiseParallel(ParallelStyle):
         output_layouts: placement that the output is brought to; default ``Replicate()``, an all-reduce; ``Shard(1)`` is
             a reduce-scatter over the sequence.
         use_local_output: return the local part as a plain tensor; default True.
+        async_tensor_parallel: "auto" lets the reduce-scatter to an output of ``Shard(dim)``, a sequence, go on under
+            the product, where `hp_onesided.choose` says that it can: not on a CPU, where that was measured to gain
+            nothing. It was never run on hardware, so the default is "off".
 
     Raises:
+        ValueError: ``async_tensor_parallel="auto"`` without an output that is sharded along a sequence.
         NotImplementedError: applied to a module that is neither Linear nor Embedding.
     """
 
@@ -114,11 +160,14 @@ class RowwiseParallel(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        async_tensor_parallel: Literal["auto", "off"] = "off",
     ) -> None:
         check_placements(self, input_layouts=input_layouts, output_layouts=output_layouts)
         self.input_layouts = input_layouts
         self.output_layouts = output_layouts or Replicate()
         self.use_local_output = use_local_output
+        self.async_tensor_parallel = async_tensor_parallel
+        _check_async(self, "output_layouts", self.output_layouts)
 
     def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         f = port.modules()
@@ -132,6 +181,7 @@ class RowwiseParallel(ParallelStyle):
             current, desired = self.input_layouts or Replicate(), Replicate()
         else:
             raise _no_linear(self, module)
+        _overlapped(self, module, device_mesh, "scatter", self.output_layouts)
         claim(module, self)
         on_input(module, device_mesh, current, desired, f.input_features(module))
         on_output(module, device_mesh, self.output_layouts, self.use_local_output)
@@ -146,6 +196,7 @@ class RowwiseParallel(ParallelStyle):
             input_layouts=self.input_layouts,
             output_layouts=self.output_layouts,
             use_local_output=self.use_local_output,
+            async_tensor_parallel=self.async_tensor_parallel,
         )
 
 
@@ -316,119 +367,3 @@ class PrepareModuleInputOutput(ParallelStyle):
         arguments = dict(vars(self.prepare_module_input))
         arguments["use_local_input"] = arguments.pop("use_local_output")
         return _named(self, **arguments, **vars(self.prepare_module_output))
-
-
-class TwoDimensionalParallel(ParallelStyle):
-    """Sharding of a Linear's weight over two axes of a mesh; weights stay in place, activations move.
-
-    The weight's input features are sharded over ``input_axis``, its output features over the other axis. Between layers
-    an activation is sharded over both axes, in features over one and in tokens over the other. The layer gathers its
-    input's tokens over the output axis, multiplies, and reduce-scatters the partial result over the input axis, to a
-    layout that a next layer with the axes exchanged takes as it is:
-
-        >>> mesh = init_device_mesh("cuda", (4, 4), mesh_dim_names=("x", "y"))
-        >>> plan = {"up": TwoDimensionalParallel(input_axis="y"), "down": TwoDimensionalParallel(input_axis="x")}
-        >>> parallelize_module(mlp, mesh, plan)
-
-    With ``T`` tokens, ``I`` input and ``O`` output features, ``m`` ranks along the input axis and ``n`` along the
-    other, a rank receives ``T I / m (n-1) / n`` elements forward in the all-gather and ``T O / n (m-1) / m`` in the
-    reduce-scatter; backward as many, in the reduce-scatter and the all-gather that are their transposes, and nothing
-    for the weight's gradient. On a square of ``P`` ranks that is ``T (I + O) (sqrt(P) - 1) / P``, where a style of one
-    axis moves the smaller of ``T I`` and ``T O``, times ``(P - 1) / P``: with ``O = 4 I`` this one moves less beyond 16
-    ranks, with ``O = I`` on any number. SUMMA (Optimus, arXiv:2104.05343; Tesseract, arXiv:2105.14500) moves weights as
-    well, in as many broadcasts as the mesh has rows.
-
-    With ``depth_axis`` the mesh has three axes (2.5-D): the weight is the same in each layer of the depth, and each
-    layer multiplies tokens of its own, which are sharded over the depth before they are sharded over another axis:
-
-        >>> mesh = init_device_mesh("cuda", (2, 4, 4), mesh_dim_names=("depth", "x", "y"))
-        >>> up = TwoDimensionalParallel(input_axis="y", depth_axis="depth")
-
-    At a depth of ``d``, ``T / d`` tokens take the place of ``T`` above, forward and backward, and backward all-reduces
-    the weight's gradient, of ``I O / (m n)`` elements, over the depth: ``2 I O / (m n) (d-1) / d`` received, in one
-    collective for all weights of a step. Of ``P = q q d`` ranks this takes ``T (I + O) (q-1) / P`` forward, less than
-    at a depth of 1, for ``d`` times the memory of weights.
-
-    Args:
-        input_axis: the axis, by index or name, over which the input features are sharded; default -1, the last.
-        depth_axis: the axis, by index or name, over which the weight is replicated and tokens are sharded; it is the
-            mesh's first, so that a layer's tokens are a run. Default None: the mesh has two axes, and no depth.
-        token_dim: the dim of input and output that is sharded over the output axis between layers, and over the depth:
-            batch or sequence; default 0.
-        input_layouts: placements of a plain input, one per axis; default tokens over the depth and the output axis,
-            features over the input axis.
-        output_layouts: placements that the output is brought to; default features over the output axis, tokens over
-            the depth and the input axis.
-        use_local_output: return the local part as a plain tensor; default True.
-
-    Raises:
-        NotImplementedError: applied to a module that is not Linear.
-        KeyError, IndexError: the mesh has no such axis.
-        ValueError: ``depth_axis`` is not the mesh's first axis, or is ``input_axis``.
-
-    Source: the two-dimensional weight-stationary layout of Pope et al., "Efficiently Scaling Transformer Inference",
-    arXiv:2211.05102, section 3.2.2; the depth of Wang et al., "Tesseract: Parallelize the Tensor Parallelism
-    Efficiently", arXiv:2105.14500.
-    """
-
-    def __init__(
-        self,
-        *,
-        input_axis: int | str = -1,
-        depth_axis: int | str | None = None,
-        token_dim: int = 0,
-        input_layouts: tuple[Placement, ...] | None = None,
-        output_layouts: tuple[Placement, ...] | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        self.mesh_axes = 2 if depth_axis is None else 3
-        self.input_axis = input_axis
-        self.depth_axis = depth_axis
-        self.token_dim = token_dim
-        self.input_layouts = input_layouts
-        self.output_layouts = output_layouts
-        self.use_local_output = use_local_output
-
-    def apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        f = port.modules()
-        if f.kind(module) != "linear":
-            raise NotImplementedError(f"TwoDimensionalParallel shards Linear modules, got {f.described(module)}")
-        output, into, depth = self._axes(device_mesh)
-
-        def placed(on_output: Placement, on_input: Placement, on_depth: Placement) -> tuple[Placement, ...]:
-            by_axis = {output: on_output, into: on_input, depth: on_depth}
-            return tuple(by_axis[axis] for axis in range(device_mesh.ndim))
-
-        whole, tokens, features = Replicate(), Shard(self.token_dim), Shard(-1)
-        weight, bias = placed(Shard(0), Shard(1), whole), placed(Shard(0), whole, whole)
-        f.partition(module, device_mesh, {"weight": weight, "bias": bias}, self.src_data_rank)
-        claim(module, self)
-        input_layouts = self.input_layouts or placed(tokens, features, tokens)
-        on_input(module, device_mesh, input_layouts, placed(whole, features, tokens))
-        output_layouts = self.output_layouts or placed(features, tokens, tokens)
-        on_output(module, device_mesh, output_layouts, self.use_local_output)
-        return module
-
-    def _axes(self, mesh: DeviceMesh) -> tuple[int, int, int | None]:
-        """Return the axes of the output features, of the input features, and of the depth."""
-        into, depth = mesh.axis(self.input_axis), None if self.depth_axis is None else mesh.axis(self.depth_axis)
-        if depth:
-            raise ValueError(
-                f"TwoDimensionalParallel: depth_axis={self.depth_axis!r} is axis {depth} of a mesh with axes"
-                f" {mesh.mesh_dim_names or mesh.shape}; make it the first axis of the mesh, since a layer's tokens are"
-                " sharded again over the axes after it"
-            )
-        if depth == into:
-            raise ValueError(
-                f"TwoDimensionalParallel: input_axis={self.input_axis!r} is the depth, over which weights are"
-                f" replicated; name another of {mesh.mesh_dim_names or mesh.shape}"
-            )
-        (output,) = set(range(mesh.ndim)) - {into, depth}
-        return output, into, depth
-
-    def __repr__(self) -> str:
-        return (
-            f"TwoDimensionalParallel(input_axis={self.input_axis!r}, depth_axis={self.depth_axis!r},"
-            f" token_dim={self.token_dim}, input_layouts={self.input_layouts}, output_layouts={self.output_layouts},"
-            f" use_local_output={self.use_local_output})"
-        )

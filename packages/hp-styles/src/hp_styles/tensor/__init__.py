@@ -1,0 +1,1 @@
+"""Tensor and sequence parallel styles: over one mesh axis, and over several."""
