@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import mutants
+import damaged_formats
 import torch
 
 from hp_checkpoint import CheckpointError, InvalidCheckpointError, load, load_checkpoint, load_model
@@ -54,7 +54,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as base:
-        whole = {kind: mutants.write(kind, Path(base) / "whole") for kind in mutants.FORMATS}
+        whole = {kind: damaged_formats.write(kind, Path(base) / "whole") for kind in damaged_formats.FORMATS}
         if options.only:
             kind, number = options.only.split(":")
             print(json.dumps(examine(kind, int(number), whole, Path(base)), indent=1))
@@ -62,7 +62,7 @@ def main() -> None:
         jobs = [(kind, n) for n in range(-(-options.mutants // len(whole))) for kind in whole][: options.mutants]
         results = run(jobs, lambda job: examine(*job, whole, Path(base)))
     bad = [each for each in results if each["fault"]]
-    for kind in mutants.FORMATS:
+    for kind in damaged_formats.FORMATS:
         own = [each for each in results if each["kind"] == kind]
         counts = Counter(each["outcome"] for each in own)
         print(f"{kind}: {dict(sorted(counts.items()))}")
@@ -123,7 +123,7 @@ def examine(kind: str, number: int, whole: dict[str, Path], base: Path) -> dict[
     """Make a mutant and do all with it."""
     choice = random.Random(f"{kind} {number}")
     target = base / "mutant" / (whole[kind].name if whole[kind].is_file() else kind)
-    resealed = mutants.mutate(kind, whole[kind], target, choice)
+    resealed = damaged_formats.mutate(kind, whole[kind], target, choice)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before, used = _status("VmRSS"), sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     said: list[str] = []
@@ -139,7 +139,7 @@ def examine(kind: str, number: int, whole: dict[str, Path], base: Path) -> dict[
             text = _judged(error, target)
         if name == "load":
             outcome = "named" if text.startswith("named") else text
-        if text.startswith("!") or text == "other" and kind in mutants.SEALED and not resealed:
+        if text.startswith("!") or text == "other" and kind in damaged_formats.SEALED and not resealed:
             fault = fault or f"{name}: {text[:600]}"
         said.append(f"{name}: {text[:400]}")
     cpu = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - used
@@ -176,7 +176,7 @@ def _actions(kind: str, target: Path, whole: Path, base: Path) -> dict[str, Call
         "diff": lambda: diff(whole, target) and "",
         "convert": lambda: to_hugging_face(target, converted / "hf") and "",
     }
-    if kind in mutants.SEALED:
+    if kind in damaged_formats.SEALED:
         actions["verify"] = lambda: faults(target) and ""
     if kind != "dcp":
         actions["to dcp"] = lambda: to_dcp(target, converted / "dcp") and ""
@@ -192,8 +192,8 @@ def _zeros(value: Any, fill: float) -> Any:
 
 
 def _template(kind: str, fill: float) -> dict[str, Any]:
-    state = mutants.state()
-    return _zeros(state if kind in (*mutants.SEALED, "dcp") else {"model": state["model"]}, fill)
+    state = damaged_formats.state()
+    return _zeros(state if kind in (*damaged_formats.SEALED, "dcp") else {"model": state["model"]}, fill)
 
 
 def _twice(target: Path, kind: str) -> str:
@@ -202,7 +202,7 @@ def _twice(target: Path, kind: str) -> str:
         load(state, checkpoint_id=target, no_dist=True)
     if not _equal(*states):
         return "!a tensor was not loaded, and nothing was said"
-    truth = mutants.state()
+    truth = damaged_formats.state()
     return "same" if _equal(states[0], {key: truth[key] for key in states[0]}) else "other"
 
 
@@ -223,7 +223,7 @@ def _filled(target: Path) -> str:
 
 def _model(target: Path) -> str:
     model = torch.nn.Module()
-    for name, array in mutants.tensors().items():
+    for name, array in damaged_formats.tensors().items():
         model.register_parameter(name, torch.nn.Parameter(torch.zeros(array.shape)))
     load_model(model, target)
     return ""
@@ -235,8 +235,8 @@ def _file(target: Path) -> str:
     to_dcp(target, copy)
     found = load_checkpoint(copy)
     shutil.rmtree(copy)
-    own = {name: torch.from_numpy(array) for name, array in mutants.tensors().items()}
-    truth = own if state is None else mutants.state()
+    own = {name: torch.from_numpy(array) for name, array in damaged_formats.tensors().items()}
+    truth = own if state is None else damaged_formats.state()
     same = all(key in found and _equal(_texts(found[key]), _texts(value)) for key, value in truth.items())
     return "same" if same else "other"
 

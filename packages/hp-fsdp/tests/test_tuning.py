@@ -141,6 +141,22 @@ def test_custom_collectives_are_what_is_called():
     assert scatter.called == 2 * 4 and scatter.allocated == 2 * scatter.called
 
 
+@on_ranks(4)
+def test_custom_all_reduce_is_what_replicas_are_reduced_by():
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
+    reference, model = models(mesh=mesh)
+    called: list[str] = []
+
+    def reduce(piece: torch.Tensor, *, op: str, group: Any, async_op: bool) -> Any:
+        assert async_op and group == mesh.get_group("replicate")
+        called.append(op)
+        return collectives.all_reduce(piece, op, group=group, async_op=True)
+
+    model.set_custom_all_reduce(reduce)
+    train(reference, model, steps=2)
+    assert called == ["avg"] * len(called) and len(called) == 2 * sum(len(each.buckets) for each in groups_of(model))
+
+
 @on_ranks(2)
 def test_reduce_scatter_in_a_group_of_its_own():
     reference, model = models()
@@ -315,6 +331,8 @@ REFUSED = [
     ("set_all_reduce_hook", (3,), TypeError, "expected a function of a tensor, got int"),
     ("set_custom_all_gather", (print,), TypeError, r"has allocate\(size, dtype=, device=\).*got builtin_function"),
     ("set_custom_reduce_scatter", (None,), TypeError, "got NoneType"),
+    ("set_custom_all_reduce", (3,), TypeError, "expected a function of a tensor, got int"),
+    ("set_custom_all_reduce", (print,), ValueError, "reduced over no replicate axis. Give fully_shard a mesh of two"),
     ("set_reduce_scatter_max_input_buffers", (True,), TypeError, "must be an int, got bool"),
     ("set_reduce_scatter_max_input_buffers", (0,), ValueError, "must be 1 or more, got 0"),
     ("set_symm_mem_for_comm", (), NotImplementedError, "has no staging buffers to place.*set_custom_all_gather"),
@@ -338,6 +356,7 @@ def test_deterministic_groups_refuse_what_they_would_not_follow():
     for setter, args in (
         ("set_all_reduce_hook", (print,)),
         ("set_custom_reduce_scatter", (Custom(False),)),
+        ("set_custom_all_reduce", (print,)),
         ("set_force_sum_reduction_for_comms", (True,)),
         ("set_reduce_scatter_unused_params", (True,)),
     ):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from mutants import _bomb
+from damaged_formats import _bomb
 
 from hp_checkpoint import InvalidCheckpointError, load, load_checkpoint, load_model, save
 from hp_checkpoint.disk.manifest import Manifest, sealed

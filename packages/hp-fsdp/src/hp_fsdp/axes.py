@@ -173,6 +173,16 @@ class DataAxes(_Reinitializable):
             replicate_size=replicas,
         )
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of data parallelism."""
+        return self.shard_size * self.replicate_size
+
+    @property
+    def row(self) -> int:
+        """Number, among all ranks of data parallelism, of the first rank of this rank's line along the shard axis."""
+        return self.mesh.get_local_rank(0) * self.shard_size if self.mesh.ndim == 2 else 0
+
     def post_forward_ranks(self, size: bool | int) -> PostForwardRanks | None:
         """Return the smaller group of consecutive ranks, with this one, that keeps shards between forward and backward.
 

@@ -221,6 +221,36 @@ class ModuleAPI:
         for each in self._tuned("set_custom_reduce_scatter", one_mesh=True):
             each.scatter = comm
 
+    def set_custom_all_reduce(self, all_reduce: Callable[..., Any], *, recurse: bool = True) -> None:
+        """Reduce gradients over the replicate axis of a mesh of two axes by ``all_reduce``.
+
+        Example:
+            >>> model.set_custom_all_reduce(functools.partial(hp_onesided.all_reduce, wire=hp_onesided.Wire("bf16")))
+
+        Args:
+            all_reduce: called as ``all_reduce(piece, op=, group=, async_op=True)`` with a flat shard that the
+                reduce-scatter left, of the reduction's dtype; ``op`` is "avg" or "sum". It changes the piece in place,
+                by the end of ``wait()`` of the handle that it returns, alike on all ranks of the group.
+            recurse: include the sharded modules inside.
+
+        Raises:
+            TypeError: it isn't callable.
+            ValueError: no group has replicas.
+            NotImplementedError: with ``deterministic=True``, and on MindSpore.
+        """
+        if not callable(all_reduce):
+            raise TypeError(f"set_custom_all_reduce: expected a function of a tensor, got {type(all_reduce).__name__}")
+        replicated = [
+            each for each in self._tuned("set_custom_all_reduce", recurse) if each.axes.replicate_group is not None
+        ]
+        if not replicated:
+            raise ValueError(
+                "set_custom_all_reduce: gradients are reduced over no replicate axis. Give fully_shard a mesh of two"
+                ' axes, such as mesh["dp_replicate", "dp_shard"]; set_custom_reduce_scatter is for the shard axis'
+            )
+        for each in replicated:
+            each.replicas = all_reduce
+
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Use a separate process group for reduce-scatters, so that they can run beside the all-gathers of backward.
 

@@ -43,13 +43,13 @@ class ChainedOptimizer:
         self._model = model if hasattr(model, "state_dict") or hasattr(model, "parameters_dict") else list(model)
         owners: dict[int, str] = {}
         for key, names in self._names().items():
-            parameters = [each for group in port().groups(self.optimizers[key]) for each in group["params"]]
+            parameters = [each for group in self.optimizers[key].param_groups for each in group["params"]]
             for name, parameter in zip((name for group in names for name in group), parameters):
                 other = owners.setdefault(id(parameter), key)
                 if other != key:
                     raise ValueError(f"ChainedOptimizer: {name!r} is in {other!r} and in {key!r}; give it to one")
         named = port().named_parameters(self._model)
-        left = [name for name, each in named if id(each) not in owners and port().trains(each)]
+        left = [name for name, each in named if id(each) not in owners and each.requires_grad]
         if left:
             raise ValueError(
                 f"ChainedOptimizer: {len(left)} of {len(named)} parameters are trained and in no optimizer"
@@ -66,7 +66,7 @@ class ChainedOptimizer:
         listed: dict[str, list[list[str]]] = {}
         for key, optimizer in self.optimizers.items():
             groups = listed.setdefault(key, [])
-            for group in port().groups(optimizer):
+            for group in optimizer.param_groups:
                 for number, parameter in enumerate(group["params"]):
                     if id(parameter) not in names:
                         raise ValueError(
@@ -84,7 +84,7 @@ class ChainedOptimizer:
     @property
     def param_groups(self) -> list[State]:
         """The groups of all optimizers, their own dictionaries."""
-        return [group for optimizer in self.optimizers.values() for group in port().groups(optimizer)]
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> None:
         """Update all parameters.
@@ -133,7 +133,7 @@ class ChainedOptimizer:
         for key, optimizer in self.optimizers.items():
             names = every[key]
             states.update(zip((name for each in names for name in each), map(dict, port().states(optimizer))))
-            for group, own in zip(port().groups(optimizer), names):
+            for group, own in zip(optimizer.param_groups, names):
                 groups.append({**_hyperparameters(group), "params": list(own), "optimizer": key})
         if not self.flatten:
             return {"state": states, "param_groups": groups, "iteration": self.iteration}
@@ -277,14 +277,14 @@ def get_hyper_optimizer(
     if not any(lists.values()):
         raise ValueError("get_hyper_optimizer: muon_params and adamw_params are empty; one of them needs patterns")
     chosen = _matched(named, lists)
-    left = [name for name, parameter in named.items() if name not in chosen and port().trains(parameter)]
+    left = [name for name, parameter in named.items() if name not in chosen and parameter.requires_grad]
     if left:
         raise ValueError(
             f"get_hyper_optimizer: {len(left)} parameters are trained and match no pattern ({', '.join(left[:5])})."
             f"{_nearest(left[0], lists)} Add patterns, or freeze them"
         )
     optimizers = {
-        kind: port().make(kind, _groups(kind, entries, chosen, named), _stripped(kind, options[kind] or {}))
+        kind: port().CLASSES[kind](_groups(kind, entries, chosen, named), **_stripped(kind, options[kind] or {}))
         for kind, entries in lists.items()
         if entries
     }
@@ -303,7 +303,7 @@ def default_patterns(model: Any) -> tuple[list[str], list[str]]:
     muon: list[str] = []
     adamw: list[str] = []
     for name, parameter in port().named_parameters(model):
-        if port().trains(parameter):
+        if parameter.requires_grad:
             (muon if is_hidden_matrix(name, parameter.ndim) else adamw).append(name)
     return muon, adamw
 

@@ -176,9 +176,9 @@ class LRScheduler:
         self.optimizer = optimizer
         self.schedule = schedule
         self.last_epoch = 0
-        groups = port().groups(optimizer)
+        groups = optimizer.param_groups
         for group in groups:
-            group.setdefault(_INITIAL, port().get_lr(group))
+            group.setdefault(_INITIAL, float(group["lr"]))
         self.base_lrs = [float(group[_INITIAL]) for group in groups]
         self._set()
 
@@ -192,10 +192,10 @@ class LRScheduler:
         return [base * self.schedule.factor(self.last_epoch) for base in self.base_lrs]
 
     def _set(self) -> None:
-        groups = port().groups(self.optimizer)
+        groups = self.optimizer.param_groups
         if len(groups) > len(self.base_lrs):  # groups that were added since
             for group in groups[len(self.base_lrs) :]:
-                group.setdefault(_INITIAL, port().get_lr(group))
+                group.setdefault(_INITIAL, float(group["lr"]))
                 self.base_lrs.append(float(group[_INITIAL]))
         for group, value in zip(groups, self.get_last_lr()):
             port().set_lr(group, value)

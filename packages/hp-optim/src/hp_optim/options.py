@@ -146,33 +146,6 @@ def check_gradients(caller: str, gradients: int, parameters: int) -> None:
         raise ValueError(f"{caller}: got {gradients} gradients for {parameters} parameters")
 
 
-def muon_defaults(
-    lr: Any,
-    weight_decay: float,
-    matched_adamw_rms: float,
-    momentum: float,
-    nesterov: bool,
-    ns_steps: int,
-    ns_variant: str,
-    ns_coefficients: Any,
-    ns_epsilon: float,
-    ns_dtype: str | None,
-) -> dict[str, Any]:
-    """Return the hyperparameters of a group of Muon's that sets none of its own."""
-    return {
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "matched_adamw_rms": matched_adamw_rms,
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "ns_steps": ns_steps,
-        "ns_variant": ns_variant,
-        "ns_coefficients": ns_coefficients,
-        "ns_epsilon": ns_epsilon,
-        "ns_dtype": ns_dtype,
-    }
-
-
 def parameter_names(group: Mapping[str, Any], number: int) -> list[str]:
     """Return the names of a group's parameters, or which of the group they are.
 

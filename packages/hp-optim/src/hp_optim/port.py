@@ -18,26 +18,16 @@ State = dict[str, Any]
 
 
 class Port(Protocol):
-    """Optimizers of a framework; `<framework>/port.py`."""
+    """Optimizers of a framework; `<framework>/port.py`.
+
+    Attributes:
+        CLASSES: "adamw" and "muon", made of groups whose params are pairs of a name and a parameter.
+    """
+
+    CLASSES: Mapping[str, Any]
 
     def named_parameters(self, model: Model) -> list[tuple[str, Parameter]]:
         """List the parameters with their names, each once; ``model`` may be such a list."""
-        ...
-
-    def trains(self, parameter: Parameter) -> bool:
-        """Tell whether a parameter gets gradients."""
-        ...
-
-    def make(self, kind: str, groups: list[State], options: Mapping[str, Any]) -> Optimizer:
-        """Make an optimizer, "adamw" or "muon", of groups whose params are pairs of a name and a parameter."""
-        ...
-
-    def groups(self, optimizer: Optimizer) -> list[State]:
-        """List the groups with their ``params``, the optimizer's own dictionaries."""
-        ...
-
-    def get_lr(self, group: State) -> float:
-        """Return a group's learning rate."""
         ...
 
     def set_lr(self, group: State, value: float) -> None:

@@ -4,7 +4,8 @@ Note [Phases]
     Most schedules are a few phases for each rank: a pattern of steps and how often it comes. A pattern names steps by
     type and chunk (the rank's own stages, from 0): ``"F0 I1 W1"``; ``"F0+B1"`` are two that run together. Forwards
     take the chunk's micro-batches in order, and so do backwards; ``W1`` is the oldest backward for the weights that
-    waits in chunk 1, ``W`` in any. What goes beyond the last micro-batch is left out, so a pattern may come too often.
+    waits in chunk 1, ``W`` in any. Where sequences are sliced, each slice is a step of its own. What goes beyond the
+    last micro-batch is left out, so a pattern may come too often.
 """
 
 from __future__ import annotations
@@ -182,6 +183,7 @@ def one_f_one_b(pipeline: Pipeline) -> Order:
     total = pipeline.micro_batches * pipeline.seq_slices
 
     def phases(rank: int) -> Phases:
+        # The forwards of the second phase run out first; its last turns are backwards alone.
         return [(pipeline.ranks - 1 - rank + pipeline.seq_slices - 1, "F0"), (total, "F0 B0")]
 
     return from_phases(pipeline, phases)

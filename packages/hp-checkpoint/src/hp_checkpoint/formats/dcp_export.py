@@ -142,7 +142,7 @@ _SIZE = Name("torch", "Size")
 
 
 def to_dcp(folder: Path, target: Path, *, dtype: str | None = None, weights_only: bool = False) -> list[str]:
-    """Write a checkpoint as torch.distributed.checkpoint does, verified, and return its files.
+    """Write a checkpoint as torch.distributed.checkpoint does, from checked bytes; return its files.
 
     The names are those of the state that was saved: ``model.layers.0.weight``, ``optimizer.layers.0.weight.exp_avg``,
     ``step``. The tensors of a folder without such a state, as the hub's, have the names of the model.

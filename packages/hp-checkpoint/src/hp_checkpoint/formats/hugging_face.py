@@ -230,7 +230,7 @@ def check_unexpected(names: set[str], manifest: Manifest, part: str = MODEL) -> 
 
 
 def to_hugging_face(folder: Path, target: Path, *, dtype: str | None = None) -> list[str]:
-    """Write a checkpoint's model, or adapter, alone as a Hugging Face folder, verified, and return its files.
+    """Write a checkpoint's model, or adapter, alone as a Hugging Face folder, from checked bytes; return its files.
 
     Args:
         folder: a checkpoint, one of torch.distributed.checkpoint, a Hugging Face folder, or a file, as `open_source`

@@ -21,6 +21,8 @@ from hp_dtensor.extend import Box, TensorSpec, boxes, local_shape
 class Piece:
     """``count`` runs of ``length`` elements, ``stride`` apart in the global tensor, and their place in the local one.
 
+    Where a file is read, the place in the file stands for one of the two, and all numbers are bytes; it is said which.
+
     Attributes:
         first: the first element's index in the global tensor, row-major.
         length: elements of a run.

@@ -96,7 +96,11 @@ def _by_tensor(entry: Entry, chunk: Chunk) -> tuple[Piece, ...]:
 
 
 def _swapped(piece: Piece) -> Piece:
-    """Return the same runs with the places where they are and where they go exchanged."""
+    """Exchange the places where runs are, and their distance, with those where they go; twice it is the same piece.
+
+    >>> _swapped(Piece(first=8, length=2, count=3, stride=4, local=0, local_stride=2))
+    Piece(first=0, length=2, count=3, stride=2, local=8, local_stride=4)
+    """
     return Piece(piece.local, piece.length, piece.count, piece.local_stride, piece.first, piece.stride)
 
 

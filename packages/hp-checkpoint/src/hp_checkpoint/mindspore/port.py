@@ -64,7 +64,6 @@ def refusal(tensor: Tensor) -> str | None:
 
 
 def read_bytes(tensor: Tensor) -> np.ndarray:
-    """Return the local tensor's bytes, row-major: its own memory where that is on the host, else a copy."""
     local = local_view(tensor)
     return _bytes(local) if local.numel() else np.empty(0, np.uint8)
 

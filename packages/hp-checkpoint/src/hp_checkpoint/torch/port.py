@@ -69,13 +69,11 @@ def _is_foreign(tensor: torch.Tensor) -> bool:
 
 
 def read_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """Return the local tensor's bytes, row-major: its own memory where that is on the host, else a copy."""
     local = local_view(tensor).resolve_conj().resolve_neg()
     return _bytes(local.cpu().contiguous())
 
 
 def written_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, Callable[[], None] | None]:
-    """Return bytes to write, and a function that brings them into the local tensor; it has a new version."""
     local = local_view(tensor)
     increment_version(local)
     if local.device.type == "cpu" and local.is_contiguous() and not (local.is_conj() or local.is_neg()):

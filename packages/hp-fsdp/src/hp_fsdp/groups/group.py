@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -15,7 +16,7 @@ from hp_fsdp.steps.order import ExecutionOrder
 from hp_platform.extend import attribute_to, reduce_numbers
 
 if TYPE_CHECKING:
-    from hp_fsdp.options import BucketPlan, GroupOptions
+    from hp_fsdp.options import GroupOptions
 
 
 def check_alike(groups: Sequence[Any], axes: DataAxes) -> None:
@@ -87,9 +88,8 @@ def _described(group: Any) -> str:
 
 def _two_texts(text: str, digest: int, axes: DataAxes) -> list[str]:
     """Return the text of the first rank, and of the first rank with another digest."""
-    replica = axes.mesh.get_local_rank(0) if axes.replicate_size > 1 else 0
-    me = replica * axes.shard_size + axes.shard_rank
-    digests = _largest(_at(me, [digest], axes.replicate_size * axes.shard_size), axes)
+    me = axes.row + axes.shard_rank
+    digests = _largest(_at(me, [digest], axes.ranks), axes)
     chosen = (0, next(rank for rank, each in enumerate(digests) if each != digests[0]))
     own = text.encode()
     (length,) = _largest([len(own)], axes)
@@ -135,6 +135,7 @@ class Group(Generic[C]):
 
     Attributes:
         managed: the framework's class of parameters of a group.
+        bucket: the framework's class of buckets.
         overlaps: gathers run beside the computation, so that it pays to start them ahead of time.
         name: the module's name from the root; its class's before the first forward.
         module: the first of the members, most often the only one.
@@ -160,6 +161,7 @@ class Group(Generic[C]):
     """
 
     managed: ClassVar[Any]
+    bucket: ClassVar[Any]
     overlaps: bool = True
 
     def __init__(
@@ -210,10 +212,6 @@ class Group(Generic[C]):
         return f"{type(self).__name__}({self.name!r}, {len(self.parameters)} parameters in {len(self.buckets)} buckets)"
 
     # ---- which parameters ----
-    def bucket(self, plan: BucketPlan, axes: DataAxes) -> Any:
-        """Lay a bucket out over ``axes``; its ``shard_originals`` changes the parameters."""
-        raise NotImplementedError
-
     def registered_tensors(self) -> Iterator[tuple[Any, Any]]:
         """List all tensors that may stand in the modules for parameters of this group, with the parameter."""
         raise NotImplementedError
@@ -221,7 +219,13 @@ class Group(Generic[C]):
     def add(self, parameters: Sequence[Any]) -> None:
         """Shard parameters and make them the group's."""
         buckets = [
-            self.bucket(plan, self.axes if plan.sharded else self.axes.replicated())
+            self.bucket(
+                plan,
+                self.axes if plan.sharded else self.axes.replicated(),
+                self.device,
+                self.options,
+                self.class_name,
+            )
             for plan in self.options.together(parameter.facts() for parameter in parameters)
         ]
         for bucket in buckets:
@@ -273,10 +277,37 @@ class Group(Generic[C]):
 
     def start_unshard(self) -> None:
         """Start the all-gathers, unless the parameters are there or on their way."""
+        if self.unsharded or self.gathering is not None:
+            return
+        self.note("gather")
+        with self.while_gathering():
+            self.gathering = attribute_to(self.modules, self._gather)
+
+    def _gather(self) -> list[Any]:
+        return [bucket.gather() for bucket in self.buckets]
+
+    def while_gathering(self) -> AbstractContextManager[Any]:
+        """Return the context in which gathers are started."""
         raise NotImplementedError
+
+    def while_waiting(self) -> AbstractContextManager[Any]:
+        """Return the context in which gathers are waited for."""
+        return nullcontext()
 
     def finish_unshard(self) -> None:
         """Wait for the all-gathers; the unsharded parameters are there."""
+        arrived = self.gathering is not None
+        if self.gathering is not None:
+            with self.while_waiting():
+                for handle in self.gathering:
+                    if handle is not None:
+                        handle.wait()
+            self.gathering = None
+            self.unsharded = True
+        self.show_unsharded(arrived)
+
+    def show_unsharded(self, arrived: bool) -> None:
+        """Register the unsharded parameters where they are to be seen; ``arrived``: for the first time."""
         raise NotImplementedError
 
     def stale(self) -> bool:
@@ -317,12 +348,17 @@ class Group(Generic[C]):
     def drop_post_forward_shards(self) -> None:
         """Free the smaller group's shards."""
         for bucket in self.buckets:
-            bucket.drop_post_forward_shard()
+            bucket.post_forward_shard = None
 
     def keep(self) -> None:
         """Leave the parameters gathered after forward."""
 
     # ---- gradients ----
+    @property
+    def trains(self) -> bool:
+        """True if any parameter requires gradients."""
+        return any(bucket.trains for bucket in self.buckets)
+
     def abandon(self) -> None:
         """Reset to the state between steps after an error, without the gradients of the failed step."""
         raise NotImplementedError

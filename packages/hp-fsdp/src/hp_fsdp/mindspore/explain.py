@@ -25,7 +25,6 @@ from hp_platform import get_platform
 
 
 def named_modules(model: nn.Cell) -> Iterable[tuple[str, nn.Cell]]:
-    """List a module and the modules inside it, with their names."""
     return model.cells_and_names()
 
 
@@ -40,7 +39,6 @@ def predicted_activations(model: nn.Cell, inputs: Any, activations: Any) -> None
 
 
 def overlap(root: ParameterGroup) -> Overlap:
-    """Return the communication that runs beside the computation: gathers, where collectives are native."""
     return Overlap(gathers=root.overlaps, reductions=False)
 
 
@@ -53,7 +51,6 @@ def stays_gathered(group: ParameterGroup) -> bool:
 
 
 def bytes_of(bucket: Bucket) -> BucketBytes:
-    """Return the sizes of a bucket."""
     total = bucket.layout.total
     return BucketBytes(
         shard=bucket.layout.piece * itemsize(bucket.dtype),
@@ -82,7 +79,6 @@ def memory_rows(
     predicted: None,
     measured: None,
 ) -> list[MemoryRow]:
-    """Return one row for each kind of memory."""
     buckets = [bucket for group in groups for bucket in group.buckets]
     sharded = [parameter.parameter for bucket in buckets for parameter in bucket.parameters]
     pieces = [bucket.layout.piece * itemsize(bucket.dtype) for bucket in buckets]

@@ -33,7 +33,7 @@ from hp_fsdp.mindspore.groups.group import Call, ParameterGroup, RootContext, in
 from hp_fsdp.mindspore.state_dict import refuse_hooks, write_parts
 from hp_fsdp.module_api import ModuleAPI
 from hp_fsdp.state_dict.model import check_names, laid_out
-from hp_fsdp.steps.tree import tree_functions
+from hp_fsdp.steps.tree import in_dtypes, tree_functions
 
 map_tensors, tensors = tree_functions(Tensor)
 
@@ -41,32 +41,15 @@ map_tensors, tensors = tree_functions(Tensor)
 def run_forward(
     group: ParameterGroup, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a Cell's forward with its parameters gathered, and arrange for its backward.
-
-    Args:
-        group: the Cell's group.
-        forward: the function to call.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        The result of ``forward``.
-    """
+    """Run a Cell's forward with its parameters gathered, and arrange for its backward; return its result."""
     context = group.context or RootContext.of(group)
-    policy = group.policy
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        cast = functools.partial(_cast, policy.param_dtype)
-        args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
-    if group.active:
-        output = forward(*args, **kwargs)
-    else:
-        output = _run(context, group, forward, args, kwargs)
-    if policy.output_dtype is not None:
-        output = map_tensors(functools.partial(_cast, policy.output_dtype), output)
-    return output
+    run = functools.partial(_run, context, group, forward)
+    return in_dtypes(group.policy, _cast, map_tensors, run, args, kwargs)
 
 
 def _run(context: RootContext, group: ParameterGroup, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if group.active:
+        return forward(*args, **kwargs)
     again = in_backward()
     outermost = context.outermost is None
     if outermost:

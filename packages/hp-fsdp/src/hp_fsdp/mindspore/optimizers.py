@@ -115,7 +115,6 @@ _LARGEST = "max_exp_avg_sq"
 
 
 def adapted(optimizers: nn.Cell | Iterable[nn.Cell]) -> list[States]:
-    """Wrap one optimizer or several."""
     return [States(each) for each in ((optimizers,) if isinstance(optimizers, nn.Cell) else optimizers)]
 
 

@@ -20,7 +20,7 @@ from hp_fsdp.groups.managed_params import BLOCK
 from hp_fsdp.mindspore.groups.group import ParameterGroup
 from hp_fsdp.mindspore.groups.parameter import ManagedParameter, itemsize, on_host, to_device, to_host
 from hp_fsdp.mindspore.module import HSDPModule, refuse_rewriting, shard_class
-from hp_fsdp.mindspore.optimizers import watch_optimizers
+from hp_fsdp.mindspore.optimizers import watch_optimizers as watch_optimizers
 from hp_fsdp.options import GroupOptions
 from hp_fsdp.port import Anatomy
 
@@ -68,7 +68,6 @@ def power_sum(
 
 
 def nonzero(gradients: Sequence[Any], dtype: Any, pairs: Pairs, mesh: DeviceMesh | None) -> Tensor:
-    """Return for each gradient 1 where this rank has an element that is not zero, else 0; zero for None."""
     locals_ = [None if each is None else local_view(each).asnumpy() for each in gradients]
     return Tensor(np.array([float(each is not None and (each != 0).any()) for each in locals_]), dtype)
 
@@ -105,7 +104,6 @@ def block_sums(
     dtype: Any,
     mesh: DeviceMesh,
 ) -> Tensor:
-    """Return one sum for each block of each gradient; zero for blocks of other ranks, and for None."""
     parts: list[Tensor] = []
     for gradient, count, first in zip(gradients, counts, firsts):
         flat = None if gradient is None else to_device(local_view(gradient)).reshape(-1).astype(dtype)
@@ -141,22 +139,6 @@ def _halved(rows: Tensor) -> Tensor:
         rows = mint.narrow(rows, 1, 0, width) + mint.narrow(rows, 1, width, width)
     return rows.reshape(-1)
 
-
-__all__ = [
-    "ANY_DIM",
-    "BACKWARD_RETURNS_GRADIENTS",
-    "DTYPE",
-    "FORWARD",
-    "MANAGED",
-    "MODULE",
-    "ZERO_COPY",
-    "anatomy",
-    "check_contents",
-    "device_of",
-    "make_group",
-    "modules_of",
-    "watch_optimizers",
-]
 
 MODULE = nn.Cell
 FORWARD = "construct"

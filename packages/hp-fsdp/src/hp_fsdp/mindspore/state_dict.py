@@ -23,61 +23,35 @@ from hp_fsdp.port import Broadcaster
 from hp_fsdp.state_dict.model import pieces_along, ragged_axis
 from hp_platform import get_platform
 
-__all__ = [
-    "broadcaster",
-    "entries",
-    "fill",
-    "full",
-    "has_memory",
-    "incompatible_keys",
-    "laid_out_like",
-    "takes_own_shape_only",
-    "is_tensor",
-    "load_extra",
-    "parameters",
-    "part",
-    "part_of",
-    "refuse_hooks",
-    "gather_full",
-    "write",
-    "write_parts",
-]
-
 incompatible_keys = _IncompatibleKeys
 
 
 def entries(model: nn.Cell) -> dict[str, Any]:
-    """Get the very objects that ``model.state_dict()`` holds, with the sharded parameters registered."""
     for group in groups_in(cell for _, cell in model.cells_and_names()):
         group.reshard()
     return dict(model.state_dict(keep_vars=True))
 
 
 def parameters(model: nn.Cell) -> Iterator[tuple[str, Parameter]]:
-    """List the parameters by name, under each name where one is tied."""
     return ((name, value) for name, value in entries(model).items() if isinstance(value, Parameter))
 
 
 def is_tensor(value: Any) -> bool:
-    """Tell tensors from the rest of a state."""
     return isinstance(value, Tensor)
 
 
 def full(tensor: Tensor, *, on_host: bool) -> Tensor:
-    """Gather the full tensor, in memory of its own."""
     gathered = gather_full(tensor)
     return _on_host(gathered) if on_host else gathered
 
 
 def part(tensor: Tensor, *, on_host: bool) -> Tensor:
-    """Get a tensor that looks into this rank's part, or a copy of it on the host."""
     spec = spec_of(tensor)
     local = _on_host(tensor) if on_host else local_view(tensor)
     return local if spec is None else wrap(local, spec)
 
 
 def load_extra(model: nn.Cell, extra: dict[str, Any]) -> None:
-    """Hand Cells the extra states that are no tensors."""
     model.load_state_dict(extra, strict=False)
 
 
@@ -199,7 +173,6 @@ def broadcaster(model: nn.Cell) -> Broadcaster:
 
 
 def takes_own_shape_only(target: Any) -> bool:
-    """Tell whether a plain tensor takes its own shape only; each does."""
     return True
 
 
@@ -209,7 +182,6 @@ def has_memory(target: Any) -> bool:
 
 
 def laid_out_like(target: Any, value: Tensor) -> Tensor:
-    """Return this rank's part of a value as a tensor in the target's layout."""
     spec = spec_of(target)
     with _no_grad():
         if isinstance(value, DTensor):

@@ -122,7 +122,18 @@ class _Inside(Span):
 
 INSIDE = _Inside(())
 
-__all__ = ["OwnMicroBatches", "TreeSum", "check_modes", "subtrees"]
+__all__ = ["OwnMicroBatches", "TreeSum", "check_modes", "skip_none", "subtrees"]
+
+
+def skip_none(add: Callable[[T, T], T]) -> Callable[[T | None, T | None], T | None]:
+    """Return a function that adds two values of which each may be None, which adds nothing."""
+
+    def added(left: T | None, right: T | None) -> T | None:
+        if left is None or right is None:
+            return right if left is None else left
+        return add(left, right)
+
+    return added
 
 
 class OwnMicroBatches(Generic[T]):

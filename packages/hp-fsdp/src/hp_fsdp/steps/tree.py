@@ -11,6 +11,33 @@ from typing import Any
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
+def in_dtypes(
+    policy: Any,
+    cast: Callable[[Any, Any], Any],
+    map_tensors: Callable[..., Any],
+    run: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Call ``run(args, kwargs)`` with inputs, and return its result, in the dtypes of a mixed-precision policy.
+
+    Args:
+        policy: the group's.
+        cast: casts a tensor of floating point, ``(dtype, tensor)``.
+        map_tensors: see `tree_functions`.
+        run: the function to call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        to_compute = functools.partial(cast, policy.param_dtype)
+        args, kwargs = map_tensors(to_compute, args), map_tensors(to_compute, kwargs)
+    output = run(args, kwargs)
+    if policy.output_dtype is not None:
+        output = map_tensors(functools.partial(cast, policy.output_dtype), output)
+    return output
+
+
 def tree_functions(kind: type) -> tuple[Callable[..., Any], Callable[[Any], list[Any]]]:
     """Make ``map_tensors(function, tree)`` and ``tensors(tree)`` for a framework's class of tensors.
 

@@ -46,7 +46,8 @@ from hp_fsdp.explanation.memory import (
     unsharded_rows,
 )
 from hp_fsdp.groups.managed_params import groups_in
-from hp_fsdp.torch.activations import Activations, SavedBytes, storages_of, watch_activations
+from hp_fsdp.torch.activations import Activations, SavedBytes, storages_of
+from hp_fsdp.torch.activations import watch_activations as watch_activations
 from hp_fsdp.torch.groups.bucket import Bucket
 from hp_fsdp.torch.groups.parameter import has_own_setattr
 from hp_fsdp.torch.module import HSDPModule
@@ -287,46 +288,29 @@ class _Silent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-__all__ = [
-    "bytes_of",
-    "memory_rows",
-    "named_modules",
-    "overlap",
-    "predicted_activations",
-    "stays_gathered",
-    "watch_activations",
-]
-
-
 def named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """List a module and the modules inside it, with their names."""
     return model.named_modules()
 
 
 def predicted_activations(model: nn.Module, inputs: Any, activations: Any) -> Activations | None:
-    """Return the activations of a forward on ``inputs``, run without kernels; None without inputs."""
     return None if inputs is None else predict_activations(model, inputs)
 
 
 def overlap(root: RootGroup) -> Overlap:
-    """Return the communication that runs beside the computation: gathers and reductions."""
     return Overlap()
 
 
 def stays_gathered(group: RootGroup) -> bool:
-    """Tell whether a group stays gathered after a backward pass."""
     return not group.reshard_after_backward
 
 
 def bytes_of(bucket: Bucket) -> BucketBytes:
-    """Return the sizes of a bucket."""
     layout, axes = bucket.layout, bucket.axes
-    alone = axes.shard_size * axes.replicate_size == 1
-    trains = any(parameter.trains for parameter in bucket.parameters)
+    alone = axes.ranks == 1
     return BucketBytes(
         shard=layout.piece * bucket.dtype.itemsize,
         gathered=0 if _computes_with_shard(bucket) else layout.total * bucket.compute_dtype.itemsize,
-        gradients=layout.total * bucket.reduce_dtype.itemsize if trains and not alone else 0,
+        gradients=layout.total * bucket.reduce_dtype.itemsize if bucket.trains and not alone else 0,
     )
 
 
@@ -347,9 +331,8 @@ def memory_rows(
     predicted: Activations | None,
     measured: Activations | None,
 ) -> list[MemoryRow]:
-    """Return one row for each kind of memory."""
     buckets = [bucket for group in groups for bucket in group.buckets]
-    training = [b for b in buckets if any(p.trains for p in b.parameters)]
+    training = [bucket for bucket in buckets if bucket.trains]
     sharded = [parameter.sharded for bucket in buckets for parameter in bucket.parameters]
     gradients = [_bytes(parameter.grad) for parameter in sharded if parameter.grad is not None]
     rows = [

@@ -129,7 +129,6 @@ def initialize(optimizer: Optimizer) -> None:
 
 
 def adapted(optimizers: Optimizer | Iterable[Optimizer]) -> list[_States]:
-    """Wrap one optimizer or several."""
     return [_States(each) for each in ((optimizers,) if isinstance(optimizers, Optimizer) else optimizers)]
 
 

@@ -22,7 +22,7 @@ from hp_fsdp.torch.groups.communication import transport
 from hp_fsdp.torch.groups.group import ParameterGroup
 from hp_fsdp.torch.groups.parameter import ManagedParameter
 from hp_fsdp.torch.module import HSDPModule, shard_class
-from hp_fsdp.torch.optimizers import watch_optimizers
+from hp_fsdp.torch.optimizers import watch_optimizers as watch_optimizers
 from hp_fsdp.torch.steps.context import RootGroup, hsdp_sync_stream
 from hp_platform import get_platform
 
@@ -66,7 +66,6 @@ def power_sum(
 
 
 def nonzero(gradients: Sequence[Any], dtype: torch.dtype, pairs: Pairs, mesh: DeviceMesh | None) -> torch.Tensor:
-    """Return for each gradient 1 where this rank has an element that is not zero, else 0; zero for None."""
     flags = torch.zeros(len(gradients), dtype=dtype, device=_device(pairs))
     parts = {at: local_view(each) for at, each in enumerate(gradients) if each is not None}
     filled = {at: part for at, part in parts.items() if part.numel()}
@@ -114,7 +113,6 @@ def block_sums(
     dtype: torch.dtype,
     mesh: DeviceMesh,
 ) -> torch.Tensor:
-    """Return one sum for each block of each gradient; zero for blocks of other ranks, and for None."""
     device = transport(mesh)
     sums = torch.zeros(sum(counts), dtype=dtype, device=device)
     parts: list[torch.Tensor] = []
@@ -153,22 +151,6 @@ def _halved(rows: torch.Tensor) -> torch.Tensor:
         rows[:, :width] += rows[:, width : 2 * width]
     return rows[:, 0]
 
-
-__all__ = [
-    "ANY_DIM",
-    "BACKWARD_RETURNS_GRADIENTS",
-    "DTYPE",
-    "FORWARD",
-    "MANAGED",
-    "MODULE",
-    "ZERO_COPY",
-    "anatomy",
-    "check_contents",
-    "device_of",
-    "make_group",
-    "modules_of",
-    "watch_optimizers",
-]
 
 MODULE = nn.Module
 FORWARD = "forward"

@@ -26,29 +26,10 @@ from hp_fsdp.state_dict.model import pieces_along, ragged_axis
 from hp_fsdp.torch.groups.communication import transport
 from hp_platform import collectives
 
-__all__ = [
-    "broadcaster",
-    "sharded_axis",
-    "entries",
-    "fill",
-    "full",
-    "gather_full",
-    "has_memory",
-    "incompatible_keys",
-    "laid_out_like",
-    "takes_own_shape_only",
-    "is_tensor",
-    "load_extra",
-    "parameters",
-    "part",
-    "unwrapped",
-]
-
 incompatible_keys = _IncompatibleKeys
 
 
 def entries(model: nn.Module) -> dict[str, Any]:
-    """Get the very objects that ``model.state_dict()`` holds, by unwrapped names."""
     for module in model.modules():
         if hasattr(module, "_fqn_modifiers"):
             raise NotImplementedError(
@@ -60,27 +41,23 @@ def entries(model: nn.Module) -> dict[str, Any]:
 
 
 def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """List the parameters by unwrapped names, under each name where one is tied."""
     _settle(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield unwrapped(name), parameter
 
 
 def is_tensor(value: Any) -> bool:
-    """Tell tensors from the rest of a state."""
     return isinstance(value, torch.Tensor)
 
 
 @torch.no_grad()
 def full(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
-    """Gather the full tensor, in memory of its own."""
     gathered = gather_full(tensor)
     return gathered.cpu() if on_host else gathered
 
 
 @torch.no_grad()
 def part(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
-    """Get a tensor that looks into this rank's part, or a copy of it on the host."""
     spec, local = spec_of(tensor), local_view(tensor)
     if on_host:
         local = local.to("cpu", copy=True)
@@ -88,7 +65,6 @@ def part(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
 
 
 def load_extra(model: nn.Module, extra: dict[str, Any]) -> None:
-    """Hand modules the extra states that are no tensors."""
     wrapped = {unwrapped(name): name for name in model.state_dict(keep_vars=True)}
     model.load_state_dict({wrapped[name]: value for name, value in extra.items()}, strict=False)
 
@@ -226,13 +202,11 @@ def takes_own_shape_only(target: torch.Tensor) -> bool:
 
 
 def has_memory(target: torch.Tensor) -> bool:
-    """Tell whether a tensor is not on the meta device."""
     return target.device.type != "meta"
 
 
 @torch.no_grad()
 def laid_out_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a value as a tensor in the target's layout."""
     spec = spec_of(target)
     if isinstance(value, DTensor):
         if spec is None:

@@ -11,32 +11,6 @@ from hp_platform import get_platform
 from hp_platform.extend import reduce_numbers
 
 
-def check_router(
-    experts: int, top_k: int, score_func: str, groups: int | None = None, limited: int | None = None
-) -> None:
-    """Refuse numbers of a router that do not fit each other.
-
-    Raises:
-        ValueError: they do not.
-    """
-    name = "TokenChoiceTopKRouter"
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"{name}: top_k must be from 1 to the {experts} experts, got {top_k}.")
-    if score_func not in ("sigmoid", "softmax"):
-        raise ValueError(f"{name}: score_func is 'sigmoid' or 'softmax', got {score_func!r}.")
-    if (groups is None) != (limited is None):
-        raise ValueError(f"{name}: num_expert_groups and num_limited_groups go together, got {groups} and {limited}.")
-    if groups is None or limited is None:
-        return
-    if groups < 1 or experts % groups:
-        raise ValueError(f"{name}: {experts} experts cannot be cut into {groups} equal groups.")
-    if not 1 <= limited <= groups or limited * (experts // groups) < top_k:
-        raise ValueError(
-            f"{name}: {limited} of {groups} groups have {limited * (experts // groups)} experts, top_k is {top_k};"
-            " num_limited_groups must be from 1 to num_expert_groups, and leave enough."
-        )
-
-
 def check_bias(experts: int, shape: Sequence[int]) -> None:
     """Refuse a bias of another number of experts, also where it would be broadcast.
 

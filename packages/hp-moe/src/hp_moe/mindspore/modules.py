@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-from hp_moe.layer.checks import check_bias, check_router
+from hp_moe.layer.checks import check_bias
 from hp_moe.layer.experts import compute, describe
+from hp_moe.layer.modules import MixtureArguments, RouterArguments
 from hp_moe.mindspore.balance import add_counts, attach_loss, balance_loss
 from hp_moe.mindspore.exchange import Spread
 from hp_moe.mindspore.port import order, swiglu
@@ -53,24 +54,10 @@ class GroupedExperts(nn.Cell):
         return out if beside is None else (out, beside())
 
 
-class TokenChoiceTopKRouter(nn.Cell):
+class TokenChoiceTopKRouter(RouterArguments, nn.Cell):
     """Each token chooses the experts of its highest scores; of equal scores the lower expert."""
 
-    def __init__(
-        self,
-        dim: int,
-        num_experts: int,
-        top_k: int = 1,
-        score_func: Literal["sigmoid", "softmax"] = "sigmoid",
-        num_expert_groups: int | None = None,
-        num_limited_groups: int | None = None,
-        route_scale: float = 1.0,
-    ) -> None:
-        super().__init__()
-        check_router(num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
-        self.num_experts, self.top_k, self.score_func, self.route_scale = num_experts, top_k, score_func, route_scale
-        self.num_expert_groups, self.num_limited_groups = num_expert_groups, num_limited_groups
-        self.gate = mint.nn.Linear(dim, num_experts, bias=False)
+    _linear = mint.nn.Linear
 
     def construct(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         if expert_bias is not None:
@@ -95,29 +82,14 @@ class TokenChoiceTopKRouter(nn.Cell):
         return np.argsort(-ranking, -1, kind="stable")[:, :count]
 
 
-class MoE(nn.Cell):
+class MoE(MixtureArguments, nn.Cell):
     """A mixture of experts, in place of a feed-forward layer."""
 
-    def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        num_experts: int,
-        top_k: int = 1,
-        score_before_experts: bool = True,
-        load_balance_coeff: float | None = None,
-        sequence_partition_group: Any = None,
-        shared_expert: nn.Cell | None = None,
-        router_kwargs: Mapping[str, Any] | None = None,
-        use_grouped_mm: bool = False,
-    ) -> None:
-        super().__init__()
-        self.router = TokenChoiceTopKRouter(dim, num_experts, top_k, **(router_kwargs or {}))
-        self.experts = GroupedExperts(dim, hidden_dim, num_experts, use_grouped_mm)
-        self.shared_expert, self.score_before_experts = shared_expert, score_before_experts
-        self.load_balance_coeff, self.sequence_partition_group = load_balance_coeff, sequence_partition_group
-        self.expert_bias = Parameter(Tensor(np.zeros(num_experts, np.float32)), name="expert_bias", requires_grad=False)
-        self.tokens_per_expert = np.zeros(num_experts, np.int64)
+    _parts = TokenChoiceTopKRouter, GroupedExperts
+
+    def _make_counts(self, experts: int) -> None:
+        self.expert_bias = Parameter(Tensor(np.zeros(experts, np.float32)), name="expert_bias", requires_grad=False)
+        self.tokens_per_expert = np.zeros(experts, np.int64)
 
     def construct(self, x: Tensor) -> Tensor:
         top_k = self.router.top_k

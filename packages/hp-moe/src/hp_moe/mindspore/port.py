@@ -78,7 +78,6 @@ def pinned(out: Tensor, chosen: Tensor, name: str) -> Tensor:
 
 # ---- numbers ----
 def slots(chosen: Tensor, table: tuple[int, ...]) -> tuple[Numbers, Numbers]:
-    """Look numbers up in a table; count those that are none of its places."""
     numbers = chosen.asnumpy()
     counts = forced_counts(numbers.shape[0], numbers.shape[-1], len(table))
     if counts is not None:

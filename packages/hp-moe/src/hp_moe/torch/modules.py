@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hp_moe.layer.checks import check_bias, check_router
+from hp_moe.layer.checks import check_bias
 from hp_moe.layer.experts import compute, describe
+from hp_moe.layer.modules import MixtureArguments, RouterArguments
 from hp_moe.torch.balance import add_counts, attach_loss, balance_loss
 from hp_moe.torch.port import count, message, not_finite, order, slots, spread
 
@@ -82,7 +83,7 @@ class GroupedExperts(nn.Module):
         return out if beside is None else (out, beside())
 
 
-class TokenChoiceTopKRouter(nn.Module):
+class TokenChoiceTopKRouter(RouterArguments, nn.Module):
     """Each token chooses the experts of its highest scores; of equal scores the lower expert.
 
     Args:
@@ -99,21 +100,7 @@ class TokenChoiceTopKRouter(nn.Module):
         ValueError: numbers that do not fit each other.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_experts: int,
-        top_k: int = 1,
-        score_func: Literal["sigmoid", "softmax"] = "sigmoid",
-        num_expert_groups: int | None = None,
-        num_limited_groups: int | None = None,
-        route_scale: float = 1.0,
-    ) -> None:
-        super().__init__()
-        check_router(num_experts, top_k, score_func, num_expert_groups, num_limited_groups)
-        self.num_experts, self.top_k, self.score_func, self.route_scale = num_experts, top_k, score_func, route_scale
-        self.num_expert_groups, self.num_limited_groups = num_expert_groups, num_limited_groups
-        self.gate = nn.Linear(dim, num_experts, bias=False)
+    _linear = nn.Linear
 
     def forward(self, x: T, expert_bias: T | None = None) -> tuple[T, T, T]:
         """Route tokens.
@@ -150,7 +137,7 @@ class TokenChoiceTopKRouter(nn.Module):
         return groups.masked_fill(mask.unsqueeze(-1), float("-inf")).flatten(1)
 
 
-class MoE(nn.Module):
+class MoE(MixtureArguments, nn.Module):
     """A mixture of experts, in place of a feed-forward layer.
 
     Args:
@@ -174,26 +161,11 @@ class MoE(nn.Module):
     expert_bias: T
     tokens_per_expert: T
 
-    def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        num_experts: int,
-        top_k: int = 1,
-        score_before_experts: bool = True,
-        load_balance_coeff: float | None = None,
-        sequence_partition_group: Any = None,
-        shared_expert: nn.Module | None = None,
-        router_kwargs: Mapping[str, Any] | None = None,
-        use_grouped_mm: bool = False,
-    ) -> None:
-        super().__init__()
-        self.router = TokenChoiceTopKRouter(dim, num_experts, top_k, **(router_kwargs or {}))
-        self.experts = GroupedExperts(dim, hidden_dim, num_experts, use_grouped_mm)
-        self.shared_expert, self.score_before_experts = shared_expert, score_before_experts
-        self.load_balance_coeff, self.sequence_partition_group = load_balance_coeff, sequence_partition_group
-        self.register_buffer("expert_bias", torch.zeros(num_experts, dtype=torch.float32))
-        self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+    _parts = TokenChoiceTopKRouter, GroupedExperts
+
+    def _make_counts(self, experts: int) -> None:
+        self.register_buffer("expert_bias", torch.zeros(experts, dtype=torch.float32))
+        self.register_buffer("tokens_per_expert", torch.zeros(experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x: T) -> T:
         """Compute tokens ``[..., dim]``."""

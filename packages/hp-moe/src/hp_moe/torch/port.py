@@ -70,7 +70,6 @@ def pinned(out: T, chosen: T, name: str) -> T:
 
 # ---- numbers ----
 def slots(chosen: T, table: tuple[int, ...]) -> tuple[T, T]:
-    """Look numbers up in a table; count those that are none of its places."""
     counts = forced_counts(chosen.shape[0], chosen.shape[-1], len(table))
     if counts is not None:
         flat = torch.repeat_interleave(torch.arange(len(table)), torch.tensor(counts), output_size=chosen.numel())

@@ -23,15 +23,15 @@ from mindspore.experimental.optim.optimizer import Optimizer
 
 from hp_dtensor import SkipDTensorDispatch
 from hp_dtensor.mindspore.extend import DTensor, local_mode, local_view, set_local
+from hp_optim.muon.arguments import MuonArguments
 from hp_optim.muon.ownership import OwnerPlan, Placed, gathers_of, owner_plan, placed_as, world_of
-from hp_optim.muon.rules import MatrixRule, Orthogonalization, all_rules, rule_of, split
+from hp_optim.muon.rules import MatrixRule, Orthogonalization, rule_of, split
 from hp_optim.options import (
     agree_on,
     broken_gradient,
     check_gradients,
     check_group,
     check_options,
-    muon_defaults,
 )
 from hp_platform import collectives, get_platform
 from hp_platform.extend import own_rank
@@ -241,7 +241,7 @@ class AllGroupsAtOnce(Optimizer):
         super().add_param_group(param_group)
 
 
-class Muon(AllGroupsAtOnce):
+class Muon(MuonArguments, AllGroupsAtOnce):
     """See `hp_optim.Muon` on PyTorch, whose arguments these are; names are those of the Parameters.
 
     Call it with the gradients of ``parameters``, in their order: ``optimizer(gradients)``.
@@ -252,44 +252,13 @@ class Muon(AllGroupsAtOnce):
             ranks, on all of them.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.02,
-        weight_decay: float = 0.1,
-        matched_adamw_rms: float = 0.2,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        ns_variant: str = "asym5",
-        ns_coefficients: Sequence[float] | Sequence[Sequence[float]] | None = None,
-        ns_epsilon: float = 1e-10,
-        head_wise: bool = False,
-        head_dim: int | None = None,
-        head_wise_patterns: Sequence[str] | None = None,
-        *,
-        ns_dtype: str | None = None,
-        rules: Sequence[MatrixRule] = (),
-    ) -> None:
-        rules = all_rules(rules, head_wise, head_dim, head_wise_patterns)
-        defaults = muon_defaults(
-            lr,
-            weight_decay,
-            matched_adamw_rms,
-            momentum,
-            nesterov,
-            ns_steps,
-            ns_variant,
-            ns_coefficients,
-            ns_epsilon,
-            ns_dtype,
-        )
+    def _begin(self, params: Iterable[Any], defaults: dict[str, Any], rules: Sequence[MatrixRule]) -> None:
         listed = unnamed(params)
         for number, group in enumerate(listed):
             check_group("Muon", {**defaults, **group}, number, known=defaults)
             compute_dtype(None, get_platform().devices.kind, {**defaults, **group}["ns_dtype"])
         with SkipDTensorDispatch():
-            super().__init__(listed, defaults)
+            Optimizer.__init__(self, listed, defaults)
         self._rules = rules
         self._placed = self._described()
         self.momentum_buffer = ParameterTuple(

@@ -17,31 +17,16 @@ _NOT_SAVED = ("params", "max_exp_avg_sq")
 
 
 def named_parameters(model: Any) -> list[tuple[str, Parameter]]:
-    """List the parameters with their names, each once; ``model`` may be such a list."""
     named: dict[int, tuple[str, Parameter]] = {}
     for name, parameter in model.parameters_and_names() if isinstance(model, nn.Cell) else model:
         named.setdefault(id(parameter), (name, parameter))
     return list(named.values())
 
 
-def trains(parameter: Parameter) -> bool:
-    return parameter.requires_grad
-
-
-def make(kind: str, groups: list[State], options: Mapping[str, Any]) -> Any:
-    return {"adamw": AdamW, "muon": Muon}[kind](groups, **options)
-
-
-def groups(optimizer: Any) -> list[State]:
-    return optimizer.param_groups
-
-
-def get_lr(group: State) -> float:
-    return float(group["lr"].asnumpy()) if isinstance(group["lr"], Tensor) else float(group["lr"])
+CLASSES = {"adamw": AdamW, "muon": Muon}
 
 
 def set_lr(group: State, value: float) -> None:
-    """Set a group's learning rate; one that is a tensor is written."""
     if isinstance(group["lr"], Tensor):
         ops.assign(group["lr"], Tensor(value, group["lr"].dtype))
     else:
@@ -115,6 +100,6 @@ def load(optimizer: Any, states: Sequence[State], groups: Sequence[State]) -> No
     for own, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
             if key == "lr":
-                set_lr(own, get_lr({"lr": value}))
+                set_lr(own, float(value))
             elif key not in _NOT_SAVED:
                 own[key] = value

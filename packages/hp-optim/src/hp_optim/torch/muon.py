@@ -11,14 +11,14 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from hp_dtensor.torch.extend import refuse_foreign
+from hp_optim.muon.arguments import MuonArguments
 from hp_optim.muon.ownership import world_of
-from hp_optim.muon.rules import MatrixRule, Orthogonalization, all_rules, rule_of, split
+from hp_optim.muon.rules import MatrixRule, Orthogonalization, rule_of, split
 from hp_optim.options import (
     agree_on,
     check_group,
     check_once,
     check_options,
-    muon_defaults,
     parameter_names,
     sparse_gradient,
 )
@@ -47,7 +47,7 @@ _BUFFER = "momentum_buffer"
 _KEPT = ("_rules", "_places", "_matrices")
 
 
-class Muon(Optimizer):
+class Muon(MuonArguments, Optimizer):
     """Momentum whose matrices are orthogonalized, by Newton-Schulz iteration (Jordan et al., 2024).
 
     With g the gradient of a weight W of r rows and c columns, and d, N the learning rate and weight decay::
@@ -92,42 +92,12 @@ class Muon(Optimizer):
         TypeError: a parameter that is a DTensor of torch's own, or no floating-point tensor.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | torch.Tensor = 0.02,
-        weight_decay: float = 0.1,
-        matched_adamw_rms: float = 0.2,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        ns_variant: str = "asym5",
-        ns_coefficients: Sequence[float] | Sequence[Sequence[float]] | None = None,
-        ns_epsilon: float = 1e-10,
-        head_wise: bool = False,
-        head_dim: int | None = None,
-        head_wise_patterns: Sequence[str] | None = None,
-        *,
-        ns_dtype: str | None = None,
-        rules: Sequence[MatrixRule] = (),
-    ) -> None:
-        self._rules = all_rules(rules, head_wise, head_dim, head_wise_patterns)
+    def _begin(self, params: Iterable[Any], defaults: dict[str, Any], rules: Sequence[MatrixRule]) -> None:
+        self._rules = rules
         self._places: Any = Momenta()
         self._matrices: dict[torch.Tensor, Any] = {}
         self._forget()
-        defaults = muon_defaults(
-            lr,
-            weight_decay,
-            matched_adamw_rms,
-            momentum,
-            nesterov,
-            ns_steps,
-            ns_variant,
-            ns_coefficients,
-            ns_epsilon,
-            ns_dtype,
-        )
-        super().__init__(params, defaults)
+        Optimizer.__init__(self, params, defaults)
 
     def _forget(self) -> None:
         """Begin without members and a plan."""

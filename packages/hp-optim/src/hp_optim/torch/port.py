@@ -10,7 +10,7 @@ Note [Slices]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ _KINDS: dict[type, tuple[str, ...]] = {AdamW: ("exp_avg", "exp_avg_sq", "max_exp
 
 
 def swap(optimizers: Sequence[Any], config: SwapOptimizerConfig, link: CopyLink) -> None:
-    """Move the states of optimizers to the host; see `hp_optim.swapping.swap_optimizer`."""
     for optimizer in optimizers:
         if type(optimizer) not in _KINDS:
             raise TypeError(
@@ -227,28 +226,13 @@ State = dict[str, Any]
 
 
 def named_parameters(model: nn.Module | Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """List the parameters with their names, each once; ``model`` may be such a list."""
     return list(model.named_parameters()) if isinstance(model, nn.Module) else list(model)
 
 
-def trains(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad
-
-
-def make(kind: str, groups: list[State], options: Mapping[str, Any]) -> Optimizer:
-    return {"adamw": AdamW, "muon": Muon}[kind](groups, **options)
-
-
-def groups(optimizer: Optimizer) -> list[State]:
-    return optimizer.param_groups
-
-
-def get_lr(group: State) -> float:
-    return float(group["lr"])
+CLASSES = {"adamw": AdamW, "muon": Muon}
 
 
 def set_lr(group: State, value: float) -> None:
-    """Set a group's learning rate; one that is a tensor is written."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(value)
     else:

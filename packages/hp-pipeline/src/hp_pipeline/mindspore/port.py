@@ -31,53 +31,6 @@ from mindspore.graph.api import _pynative_executor
 
 from hp_platform import get_platform
 
-__all__ = [
-    "added",
-    "arrive",
-    "backward",
-    "call_of",
-    "concatenate",
-    "copied",
-    "cut",
-    "deferring",
-    "describe",
-    "describe_parameter",
-    "detach",
-    "device_of",
-    "device_of_tensor",
-    "empty",
-    "equal",
-    "fill",
-    "flatten",
-    "hooked",
-    "gradient",
-    "gradient_of",
-    "is_module",
-    "is_recording",
-    "is_tensor",
-    "local",
-    "memory",
-    "named_parameters",
-    "needs_gradient",
-    "of_one_element",
-    "outermost",
-    "prepare_split",
-    "recording",
-    "reduce_gradients",
-    "refuse",
-    "refuse_stage",
-    "scaled",
-    "sendable",
-    "sends_distributed",
-    "set_gradient",
-    "shape",
-    "sharded_modules",
-    "surroundings",
-    "take_gradient",
-    "unflatten",
-    "without_gradients",
-]
-
 
 def is_module(value: Any) -> bool:
     """Tell a Cell from other callables."""

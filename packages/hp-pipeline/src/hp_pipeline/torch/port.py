@@ -22,53 +22,6 @@ from hp_platform import get_platform
 from hp_platform.frames import current_frame, frame
 from hp_platform.torch.heavy import DeferredGradients, backward_in, mark
 
-__all__ = [
-    "added",
-    "arrive",
-    "backward",
-    "call_of",
-    "concatenate",
-    "copied",
-    "cut",
-    "deferring",
-    "describe",
-    "describe_parameter",
-    "detach",
-    "device_of",
-    "device_of_tensor",
-    "empty",
-    "equal",
-    "fill",
-    "flatten",
-    "hooked",
-    "gradient",
-    "gradient_of",
-    "is_module",
-    "is_recording",
-    "is_tensor",
-    "local",
-    "memory",
-    "named_parameters",
-    "needs_gradient",
-    "of_one_element",
-    "outermost",
-    "prepare_split",
-    "recording",
-    "reduce_gradients",
-    "refuse",
-    "refuse_stage",
-    "scaled",
-    "sendable",
-    "sends_distributed",
-    "set_gradient",
-    "shape",
-    "sharded_modules",
-    "surroundings",
-    "take_gradient",
-    "unflatten",
-    "without_gradients",
-]
-
 T = torch.Tensor
 _LEAF = pytree.tree_flatten(0)[1]
 
@@ -160,7 +113,6 @@ def equal(one: T, other: T) -> bool:
 
 
 def memory(tensor: T) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the one after its last; the same where it has none."""
     if not tensor.numel() or tensor.device.type == "meta":
         return 0, 0
     begin = tensor.data_ptr()
@@ -274,7 +226,6 @@ def backward(
     gradients: Sequence[T],
     deferred: DeferredGradients | None,
 ) -> None:
-    """Run backward from outputs; the graph leads to the parameters and to what had arrived."""
     if deferred is None:
         torch.autograd.backward(outputs, gradients)
         return
@@ -371,7 +322,6 @@ def shape(tensor: T) -> tuple[int, ...]:
 
 
 def surroundings() -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return what another thread enters to compute as this one does; None where modes of this thread forbid it."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return None
     kinds = ["cpu"]
@@ -420,7 +370,6 @@ def _has_graph(leaf: Any) -> bool:
 
 
 def hooked(tree: Any, backward: Callable[[], None]) -> Any:
-    """Pass a nest on; call a function when the gradients of its tensors are all there, before they go further."""
     if not torch.is_grad_enabled():
         return tree
     # A container without such tensors stays the same object: a function may write to it.

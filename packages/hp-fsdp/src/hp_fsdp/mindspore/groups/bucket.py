@@ -32,12 +32,13 @@ from mindspore import Tensor, mint, ops
 from mindspore.common import dtype as mstype
 
 from hp_dtensor.mindspore.extend import autograd, local_mode, local_view, set_local
-from hp_fsdp.axes import DataAxes, PostForwardRanks
+from hp_fsdp.axes import DataAxes
 from hp_fsdp.grad_norm import mark_in_blocks
+from hp_fsdp.groups.bucket import FlatBucket
 from hp_fsdp.groups.managed_params import FlatLayout
 from hp_fsdp.mindspore.groups.parameter import ManagedParameter, copy_range, itemsize, to_device, to_host
 from hp_fsdp.options import BucketPlan, GroupOptions
-from hp_fsdp.steps.order import OwnMicroBatches, TreeSum, subtrees
+from hp_fsdp.steps.order import OwnMicroBatches, TreeSum, skip_none, subtrees
 from hp_platform import get_platform
 
 
@@ -58,9 +59,7 @@ class MicroBatchSums:
     def __init__(self, axes: DataAxes, layout: FlatLayout) -> None:
         self.axes = axes
         self.layout = layout
-        replica = axes.mesh.get_local_rank(0) if axes.mesh.ndim == 2 else 0
-        self.row = replica * axes.shard_size  # the first rank of this rank's line along the shard axis
-        self.ranks = axes.shard_size * axes.replicate_size
+        self.row, self.ranks = axes.row, axes.ranks
         self.current: Tensor | None = None
         self.used = False
         self.own: OwnMicroBatches[Tensor] = OwnMicroBatches(self.row + axes.shard_rank, _add)
@@ -146,10 +145,7 @@ class MicroBatchSums:
         return tree
 
 
-def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if left is None or right is None:
-        return right if left is None else left
-    return left + right
+_add: Any = skip_none(lambda left, right: left + right)
 
 
 def _minus_zeros(like: Tensor) -> Tensor:
@@ -157,52 +153,28 @@ def _minus_zeros(like: Tensor) -> Tensor:
     return Tensor(np.full(tuple(like.shape), -0.0, np.float32)).astype(like.dtype)
 
 
-class Bucket:
-    """Parameters of one dtype, all trained or all frozen, sharded, gathered and reduced together.
+class Bucket(FlatBucket):
+    """A bucket whose shards are concatenated before a gather: Note [Two copies]."""
 
-    Args:
-        plan: the parameters, in the order in which they lie in the buffer, and how they are sharded.
-        axes: the axes of data parallelism.
-        options: the arguments of `fully_shard`.
-        owner: text that names the group in errors.
-    """
+    parameters: list[ManagedParameter]
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        axes: DataAxes,
-        options: GroupOptions,
-        owner: str,
-    ) -> None:
-        self.parameters: list[ManagedParameter] = plan.parameters
-        self.axes = axes
-        self.owner = owner
-        policy = options.policy
-        # Where the host is the device, shards are there anyway.
-        self.offload = options.offload if get_platform().devices.kind != "cpu" else None
-        self.dtype: Any = self.parameters[0].parameter.dtype
-        self.compute_dtype: Any = policy.param_dtype if self._casts(policy.param_dtype) else self.dtype
-        self.reduce_dtype: Any = policy.reduce_dtype if self._casts(policy.reduce_dtype) else self.compute_dtype
-        smallest = min(itemsize(dtype) for dtype in (self.dtype, self.compute_dtype, self.reduce_dtype))
-        self.layout = FlatLayout.of(
-            [parameter.numel for parameter in self.parameters],
-            axes.shard_size,
-            align=options.alignment(plan, smallest),
-        )
+    def __init__(self, plan: BucketPlan, axes: DataAxes, device: None, options: GroupOptions, owner: str) -> None:
+        super().__init__(plan, axes, device, options, owner)
+        if get_platform().devices.kind == "cpu":  # where the host is the device, shards are there anyway
+            self.offload = None
         self.sums = MicroBatchSums(axes, self.layout) if options.deterministic else None
         self.has_inner = any(parameter.inner is not None for parameter in self.parameters)
         self.full: Any = None
-        self.source: Tensor | None = None
-        self.post_forward_shard: Tensor | None = None
-        self.post_forward_group: Any = None
         self.accumulated: Tensor | None = None
         self.accumulated_piece: Tensor | None = None
         self.divisor: float | None = None
-        # Layouts first: what can't be laid out raises before any parameter is changed.
-        self.specs = [
-            axes.sharded_spec(parameter.name, self.layout.units(index), parameter.global_shape, parameter.inner)
-            for index, parameter in enumerate(self.parameters)
-        ]
+
+    @staticmethod
+    def itemsize(dtype: Any) -> int:
+        return itemsize(dtype)
+
+    def is_floating(self) -> bool:
+        return self.dtype in mstype.float_type
 
     def shard_originals(self) -> None:
         """Shard the parameters."""
@@ -212,14 +184,6 @@ class Bucket:
             if self.sums is not None:
                 mark_in_blocks(parameter.parameter)
         self.come_home()
-
-    def _casts(self, dtype: Any) -> bool:
-        return dtype is not None and self.dtype in mstype.float_type
-
-    @property
-    def trains(self) -> bool:
-        """True if any parameter requires gradients."""
-        return any(parameter.parameter.requires_grad for parameter in self.parameters)
 
     @property
     def gathered_bytes(self) -> int:
@@ -269,7 +233,7 @@ class Bucket:
                     if moved is not local:
                         set_local(parameter.parameter, moved)
 
-    def gather(self, async_op: bool = False) -> Any:
+    def gather(self) -> Any:
         """Start to fill the gathered buffer from all ranks' shards; return a handle, or None if it is filled."""
         if self.full is None:
             self._prepare()
@@ -278,7 +242,7 @@ class Bucket:
             autograd.forget()  # its copies of the unsharded parameters may have older values
         if self.post_forward_shard is not None:
             return get_platform().collectives.all_gather(
-                self.target, self.post_forward_shard, group=self.post_forward_group, async_op=async_op
+                self.target, self.post_forward_shard, group=self.post_forward_group, async_op=True
             )
         self.come_home()
         source = self.piece()
@@ -288,9 +252,7 @@ class Bucket:
             self.target.copy_(source)
             return None
         self.source = source  # it must live until the gather is done
-        return get_platform().collectives.all_gather(
-            self.target, source, group=self.axes.shard_group, async_op=async_op
-        )
+        return get_platform().collectives.all_gather(self.target, source, group=self.axes.shard_group, async_op=True)
 
     def views(self) -> list[Tensor]:
         """Return the unsharded parameters as plain views of the gathered buffer."""
@@ -299,25 +261,18 @@ class Bucket:
             for parameter, offset in zip(self.parameters, self.layout.offsets)
         ]
 
-    def release(self, ranks: PostForwardRanks | None = None) -> None:
-        """Free the gathered buffer.
+    @property
+    def owns_full(self) -> bool:
+        return self.full is not None
 
-        Args:
-            ranks: the ranks among which to keep a post-forward shard. Default: keep nothing.
-        """
-        self.source = self.post_forward_shard = None
-        if self.full is not None:
-            if ranks is not None:
-                self.post_forward_group, size, place = ranks.group, ranks.size, ranks.place
-                length = self.layout.total // size
-                self.post_forward_shard = mint.narrow(self.target, 0, place * length, length).copy()
-            self.storage.resize_(0)
-            if self.has_inner:
-                autograd.forget()
+    def piece_of_full(self, place: int, size: int) -> Tensor:
+        length = self.layout.total // size
+        return mint.narrow(self.target, 0, place * length, length).copy()
 
-    def drop_post_forward_shard(self) -> None:
-        """Free the post-forward shard."""
-        self.post_forward_shard = None
+    def free(self) -> None:
+        self.storage.resize_(0)
+        if self.has_inner:
+            autograd.forget()
 
     # ---- gradients ----
     def collect(self, gradients: Sequence[Tensor]) -> Tensor:

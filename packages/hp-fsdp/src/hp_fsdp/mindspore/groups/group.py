@@ -22,17 +22,17 @@ Note [No cycle]
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mindspore import Tensor, _Function, _no_grad, nn
 from mindspore.graph.api import _pynative_executor
 
 from hp_dtensor.mindspore.extend import alias, local_mode, once_differentiable, own_dtypes
-from hp_fsdp.axes import DataAxes, PostForwardRanks
+from hp_fsdp.axes import PostForwardRanks
 from hp_fsdp.groups.group import Group
 from hp_fsdp.mindspore.groups.bucket import Bucket
 from hp_fsdp.mindspore.groups.parameter import ManagedParameter
-from hp_fsdp.options import BucketPlan
 from hp_fsdp.steps.context import Context
 from hp_platform import get_platform
 from hp_platform.extend import attribute_to
@@ -120,6 +120,7 @@ class ParameterGroup(Group["RootContext"]):
     """
 
     managed = ManagedParameter
+    bucket = Bucket
     buckets: list[Bucket]
     parameters: list[ManagedParameter]
 
@@ -129,9 +130,6 @@ class ParameterGroup(Group["RootContext"]):
         self.active: set[Call] = set()
         self.overlaps = get_platform().devices.capabilities.native_collectives
         super().__init__(*args)
-
-    def bucket(self, plan: BucketPlan, axes: DataAxes) -> Bucket:
-        return Bucket(plan, axes, self.options, self.class_name)
 
     def registered_tensors(self) -> Iterator[tuple[Any, ManagedParameter]]:
         for parameter, standing in zip(self.parameters, self.standing):
@@ -144,11 +142,6 @@ class ParameterGroup(Group["RootContext"]):
         self.standing = [parameter.parameter for parameter in self.parameters]
         self.has_values = False
 
-    @property
-    def trains(self) -> bool:
-        """True if any parameter requires gradients."""
-        return any(bucket.trains for bucket in self.buckets)
-
     # ---- parameters ----
     def check_values(self) -> None:
         """Raise where parameters have no values yet."""
@@ -158,25 +151,18 @@ class ParameterGroup(Group["RootContext"]):
             self.has_values = True
 
     def start_unshard(self) -> None:
-        if self.unsharded or self.gathering is not None:
-            return
         self.check_values()
-        self.note("gather")
+        super().start_unshard()
+
+    @contextmanager
+    def while_gathering(self) -> Iterator[None]:
         with _no_grad(), local_mode():
-            self.gathering = attribute_to(self.modules, self._gather)
+            yield
 
-    def _gather(self) -> list[Any]:
-        return [bucket.gather(async_op=True) for bucket in self.buckets]
-
-    def finish_unshard(self) -> None:
-        if self.gathering is not None:
-            for handle in self.gathering:
-                if handle is not None:
-                    handle.wait()
+    def show_unsharded(self, arrived: bool) -> None:
+        if arrived:
             for bucket in self.buckets:
                 bucket.source = None
-            self.gathering = None
-            self.unsharded = True
         if self.user_unsharded:
             self.show(unsharded_tensors(self, None))
 

@@ -11,46 +11,37 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mindspore import Tensor, mint, nn
+from mindspore import Tensor, mint
 
-from hp_dtensor import DeviceMesh, RaggedShard, Replicate
+from hp_dtensor import DeviceMesh, Replicate
 from hp_dtensor.extend import TensorSpec
 from hp_dtensor.mindspore.extend import DTensor, distribute_parameter, local_view, set_local, unwrap, wrap
 from hp_fsdp.groups.managed_params import mark
+from hp_fsdp.groups.parameter import GroupParameter
 from hp_fsdp.options import ParameterFacts
 from hp_platform import get_platform
 
 
-class ManagedParameter:
-    """A Parameter, the places where it is registered, and its unsharded shape.
-
-    The Parameter stays the same object; only its data becomes the rank's range of elements.
+class ManagedParameter(GroupParameter):
+    """A Parameter: it stays the same object; only its data becomes the rank's range of elements.
 
     Attributes:
-        stores: the attributes of Cells that map names to parameters and to Cells.
-        name: its name inside the group's Cell.
         parameter: the Parameter.
-        shape: shape of the unsharded tensor on this rank.
-        numel: number of its elements.
-        inner: the unsharded tensor's layout if it is a DTensor (tensor parallel), else None.
-        places: the Cells that it is registered in, with its name there.
     """
 
-    __slots__ = ("inner", "name", "numel", "parameter", "places", "shape")
+    __slots__ = ("parameter",)
+    kind = "Cell"
     stores = ("_params", "_cells")
 
     def __init__(self, name: str, parameter: Any) -> None:
-        self.name = name
+        inner = parameter._spec if isinstance(parameter, DTensor) else None
+        super().__init__(name, inner, tuple(parameter.shape) if inner is None else inner.local_shape)
         self.parameter = parameter
-        self.inner: TensorSpec | None = parameter._spec if isinstance(parameter, DTensor) else None
-        self.shape: tuple[int, ...] = tuple(parameter.shape) if self.inner is None else self.inner.local_shape
-        self.numel = math.prod(self.shape)
-        self.places: list[tuple[nn.Cell, str]] = []
 
     @property
-    def global_shape(self) -> tuple[int, ...]:
-        """Shape that the user sees."""
-        return self.shape if self.inner is None else self.inner.shape
+    def trains(self) -> bool:
+        """It requires gradients."""
+        return self.parameter.requires_grad
 
     def facts(self) -> ParameterFacts:
         """Get what decides how it is communicated."""
@@ -97,38 +88,19 @@ class ManagedParameter:
                 " sharded parameter in place (set_data), or load values with load_full_state_dict(model, ...)"
             )
 
-    def join(self, mesh: DeviceMesh, inner: DeviceMesh | None, owner: str) -> None:
-        """Prepare a parameter that joined a sharded Cell for sharding.
+    def lacks_values(self) -> str | None:
+        if not self.parameter.has_init:
+            return None
+        return "has no values. Give it some before the next forward: hp_dtensor.init_parameters(cell)"
 
-        A copy of a sharded parameter (``copy.deepcopy`` of a Cell) is gathered first, so all ranks have to call it.
+    def gather(self) -> None:
+        full = self.parameter.full_tensor()
+        set_local(unwrap(self.parameter), full)
+        self.inner, self.shape = None, tuple(full.shape)
 
-        Args:
-            mesh: of data parallelism.
-            inner: mesh to replicate a plain parameter on, if any.
-            owner: the Cell's class, for errors.
-
-        Raises:
-            RuntimeError: it has no values, or is a copy of a parameter that is sharded over other axes as well.
-        """
-        where = f"fully_shard: parameter {self.name!r} joined {owner} after it was sharded, and"
-        if self.parameter.has_init:
-            raise RuntimeError(
-                f"{where} has no values. Give it some before the next forward: hp_dtensor.init_parameters(cell)"
-            )
-        if self.inner is not None and any(isinstance(p, RaggedShard) for p in self.inner.placements):
-            if self.inner.mesh != mesh:
-                raise RuntimeError(
-                    f"{where} is a copy of one that is placed {self.inner.placements} on {self.inner.mesh}. Add the"
-                    " Cell before fully_shard, or build a new one instead of a copy"
-                )
-            full = self.parameter.full_tensor()
-            set_local(unwrap(self.parameter), full)
-            self.inner = None
-        elif self.inner is None and inner is not None:
-            distribute_parameter(self.parameter, inner, [Replicate()] * inner.ndim)
-            self.inner = self.parameter._spec
-        self.shape = tuple(self.parameter.shape) if self.inner is None else self.inner.local_shape
-        self.numel = math.prod(self.shape)
+    def replicate(self, inner: DeviceMesh) -> None:
+        distribute_parameter(self.parameter, inner, [Replicate()] * inner.ndim)
+        self.inner = self.parameter._spec
 
     def dress(self, unsharded: Tensor) -> Any:
         """Give an unsharded tensor its layout, and the attributes that Cells expect of a parameter."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from hp_fsdp.axes import DataAxes, PostForwardRanks
+from hp_fsdp.axes import DataAxes
 from hp_fsdp.grad_norm import mark_in_blocks
-from hp_fsdp.groups.managed_params import FlatLayout
+from hp_fsdp.groups.bucket import FlatBucket
 from hp_fsdp.options import BucketPlan, GroupOptions
 from hp_fsdp.torch.groups.communication import Communication, on_copy_stream, transport
 from hp_fsdp.torch.groups.deterministic import MicroBatchBuffer
@@ -36,17 +36,12 @@ FREED = 2**31 - 1
 """The version of a parameter that is freed."""
 _get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_get_dtype = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_get_device = torch.Tensor.device.__get__
 
 
-class Bucket:
-    """Parameters of one dtype, sharded, gathered and reduced together.
-
-    Args:
-        plan: the parameters, in the order in which they lie in the buffer, all of one dtype, and how they are sharded.
-        axes: the axes of data parallelism.
-        device: of the buffers; meta if the parameters are materialised later.
-        options: the arguments of `fully_shard`.
-        owner: text that names the group in errors.
+class Bucket(FlatBucket):
+    """A bucket whose sharded and unsharded parameters are views of flat buffers: Note [Three buffers].
 
     Attributes:
         optimizer_steps: steps of torch's optimizers in this process.
@@ -54,55 +49,27 @@ class Bucket:
     """
 
     optimizer_steps = 0
+    eight_bit_states = True
+    parameters: list[ManagedParameter]
 
     def __init__(
-        self,
-        plan: BucketPlan,
-        axes: DataAxes,
-        device: torch.device,
-        options: GroupOptions,
-        owner: str,
+        self, plan: BucketPlan, axes: DataAxes, device: torch.device, options: GroupOptions, owner: str
     ) -> None:
-        self.parameters: list[ManagedParameter] = plan.parameters
-        self.axes = axes
-        self.owner = owner
-        self.deterministic = options.deterministic
-        self.offload = options.offload
         # Offloaded shards live on the host and are copied to the device of the collectives.
-        self.device = device if options.offload is None else transport(axes.mesh)
+        super().__init__(plan, axes, device if options.offload is None else transport(axes.mesh), options, owner)
         self.home = device if options.offload is None or device.type == "meta" else torch.device("cpu")
-        self.policy = options.policy
-        self.dtype: torch.dtype = self.parameters[0].original.dtype  # type: ignore[union-attr]
-        self.choose_dtypes()
-        smallest = min(self.dtype.itemsize, self.compute_dtype.itemsize, self.reduce_dtype.itemsize)
-        self.layout = FlatLayout.of(
-            [parameter.numel for parameter in self.parameters],
-            axes.shard_size,
-            align=options.alignment(plan, smallest),
-            align_large=options.alignment_of_large(plan),
-        )
-        self.post_forward_shard: torch.Tensor | None = None
         self.communication: Communication | None = None
         self.prepared = False
         self.version: tuple[int] | None = None  # of `full`, while it has no memory
-        # Layouts first: what can't be laid out raises before any parameter is changed.
-        self.specs = [
-            axes.sharded_spec(
-                parameter.name, self.layout.units(index), parameter.global_shape, parameter.inner, plan.dim
-            )
-            for index, parameter in enumerate(self.parameters)
-        ]
         for parameter in self.parameters:
             parameter.front = plan.dim
 
-    def choose_dtypes(self) -> None:
-        """Set the dtypes of computation and of reductions."""
-        policy = self.policy
-        self.compute_dtype: torch.dtype = policy.param_dtype if self._casts(policy.param_dtype) else self.dtype
-        self.reduce_dtype: torch.dtype = policy.reduce_dtype if self._casts(policy.reduce_dtype) else self.compute_dtype
+    @staticmethod
+    def itemsize(dtype: torch.dtype) -> int:
+        return dtype.itemsize
 
-    def _casts(self, dtype: torch.dtype | None) -> bool:
-        return dtype is not None and self.dtype.is_floating_point
+    def is_floating(self) -> bool:
+        return self.dtype.is_floating_point
 
     def shard_originals(self) -> None:
         """Shard the parameters."""
@@ -188,13 +155,12 @@ class Bucket:
             self.leaves = object()
             self.unsharded_places, self.unsharded_attributes = _places((p, p.unsharded) for p in self.parameters)
             if not self.aliased:
-                self._free()
+                self.free()
             kind = MicroBatchBuffer if self.deterministic else GradientBuffer
             self.gradients = kind(self.parameters, layout, self.axes, self.dtype, self.reduce_dtype, device)
             self.gradients.communication = self.communication
             if self.offload is not None and self.home != device:
                 self.gradients.pin, self.gradients.link = self.offload.pin_memory, self.offload.link
-        self.source: torch.Tensor | None = None
         self.keep()
         self.prepared = True
 
@@ -203,9 +169,12 @@ class Bucket:
         if self.offload is not None and self.shard.device.type not in ("cpu", "meta"):
             self._come_home()
         with _plain():
+            dtype, device = self.shard.dtype, self.shard.device
             for registered, name, sharded, address in self.expected:
                 new = registered.get(name) is not sharded or sharded.data_ptr() != address
-                if new or (not address and self._differs(sharded)):
+                if not address:  # always 0 without elements
+                    new = new or _get_dtype(sharded) is not dtype or _get_device(sharded) != device
+                if new:
                     self._adopt()
                     break
         self.follow_requires_grad()
@@ -237,10 +206,6 @@ class Bucket:
                 parameter.take_over(registered, self.shard_view(index), self.owner)
         self.note_sharded()
         self.show_sharded()
-
-    def _differs(self, sharded: torch.Tensor) -> bool:
-        """Whether a parameter without elements, whose address is always 0, was materialised, moved or cast."""
-        return sharded.dtype is not self.shard.dtype or sharded.device != self.shard.device
 
     def follow_requires_grad(self) -> None:
         """Freeze and unfreeze the unsharded parameters like the sharded ones."""
@@ -274,6 +239,8 @@ class Bucket:
     # ---- gathering ----
     def gather(self) -> Any:
         """Start to fill the gathered buffer from all ranks' shards; return a handle, or None if nothing moves."""
+        if not self.prepared:
+            self.prepare()
         if self.aliased:
             return None
         self.full_storage.resize_(self.full_bytes)
@@ -321,27 +288,17 @@ class Bucket:
         for module, name, tensor in self.sharded_attributes:
             setattr(module, name, tensor)
 
-    def release(self, ranks: PostForwardRanks | None = None) -> None:
-        """Free the gathered buffer.
+    @property
+    def owns_full(self) -> bool:
+        return not self.aliased
 
-        Args:
-            ranks: the ranks among which to keep a post-forward shard. Default: keep nothing.
-        """
-        self.post_forward_shard = None
-        if not self.aliased:
-            if ranks is not None:
-                self.post_forward_group, size, place = ranks.group, ranks.size, ranks.place
-                self.post_forward_shard = self.full_alias.chunk(size)[place].clone()
-            self._free()
+    def piece_of_full(self, place: int, size: int) -> torch.Tensor:
+        return self.full_alias.chunk(size)[place].clone()
 
-    def _free(self) -> None:
+    def free(self) -> None:
         self.version = (_get_version(self.full),)
         _set_versions((self.full,), (FREED,))
         self.full_storage.resize_(0)
-
-    def drop_post_forward_shard(self) -> None:
-        """Free the post-forward shard."""
-        self.post_forward_shard = None
 
     def keep(self) -> None:
         """Record the state that `stale` compares with, for a bucket that stays gathered after forward."""

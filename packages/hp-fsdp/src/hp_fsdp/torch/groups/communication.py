@@ -31,6 +31,7 @@ class Communication:
     Attributes:
         gather: torch's ``AllGather``, or None.
         scatter: torch's ``ReduceScatter``, or None.
+        replicas: reduces pieces over the replicate axis, as `collectives.all_reduce` does, or None.
         hook: called with reduced pieces, or None.
         stream: the stream for the hook; None for the current one.
         sums: reduce by sums only.
@@ -41,6 +42,7 @@ class Communication:
         self.axes = axes
         self.gather: Any = None
         self.scatter: Any = None
+        self.replicas: Callable[..., Any] | None = None
         self.hook: Callable[[torch.Tensor], None] | None = None
         self.stream: Any = None
         self.sums = False
@@ -70,10 +72,14 @@ class Communication:
         work = self.scatter(output_tensor=piece, input_tensor=source, group=group, op=dist.ReduceOp.SUM, async_op=True)
         return piece, _CopyBack(work, (source, piece), None)
 
+    def all_reduce(self, piece: torch.Tensor, op: str, *, group: Any, async_op: bool) -> Any:
+        """Start the reduction of a piece over the replicate axis; returns its handle."""
+        return (self.replicas or collectives.all_reduce)(piece, op=op, group=group, async_op=async_op)
+
     def operation(self, op: str, divisor: float | None, axes: DataAxes) -> tuple[str, float | None]:
         """Return the operation to reduce with, and the divisor of its result."""
         if op == "avg" and (self.sums or self.scatter is not None):
-            return "sum", axes.shard_size * axes.replicate_size * (1.0 if divisor is None else divisor)
+            return "sum", axes.ranks * (1.0 if divisor is None else divisor)
         return op, divisor
 
     def run_hook(self, piece: torch.Tensor) -> None:

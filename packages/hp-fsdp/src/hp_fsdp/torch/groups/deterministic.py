@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.extend import local_view
-from hp_fsdp.steps.order import OwnMicroBatches, TreeSum, subtrees
+from hp_fsdp.steps.order import OwnMicroBatches, TreeSum, skip_none, subtrees
 from hp_fsdp.torch.groups.gradients import GradientBuffer
 from hp_platform import collectives
 from hp_platform.extend import attribute_to
@@ -35,13 +35,10 @@ class MicroBatchBuffer(GradientBuffer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         axes = self.axes
-        replica = axes.mesh.get_local_rank(0) if axes.mesh.ndim == 2 else 0
-        self.row = replica * axes.shard_size  # the first rank of this rank's line along the shard axis
-        self.rank = self.row + axes.shard_rank
-        self.ranks = axes.shard_size * axes.replicate_size
+        self.row, self.ranks = axes.row, axes.ranks
         self.handed: dict[int, tuple[int, int]] = {}
         self.had: set[int] = set()
-        self.own: OwnMicroBatches[torch.Tensor] = OwnMicroBatches(self.rank, _add)
+        self.own: OwnMicroBatches[torch.Tensor] = OwnMicroBatches(self.row + axes.shard_rank, _add)
 
     def _forget(self) -> None:
         self.had = set()
@@ -229,10 +226,7 @@ class Exchange:
         self.handles = []
 
 
-def _add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    if left is None or right is None:
-        return right if left is None else left
-    return left.add_(right)
+_add = skip_none(torch.Tensor.add_)
 
 
 def _state(gradient: torch.Tensor) -> tuple[int, int]:

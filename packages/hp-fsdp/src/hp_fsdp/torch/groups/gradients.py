@@ -62,7 +62,7 @@ class GradientBuffer:
         self.axes = axes
         self.dtype = dtype
         self.reduce_dtype = reduce_dtype
-        self.alone = axes.shard_size * axes.replicate_size == 1 and not self.in_order
+        self.alone = axes.ranks == 1 and not self.in_order
         self.sizes, self.range_indices = layout.splits(axes.shard_rank)
         self.specs = [grad_spec(parameter.sharded._spec) for parameter in parameters]
         # Replicated on an inner axis but used where the result varies: their gradients may wait to be summed there.
@@ -335,9 +335,9 @@ class Reduction:
                 if not self.replicas:
                     gradients.accumulated = self.piece
                     return True
-                self.handle = attribute_to(
-                    self.modules, collectives.all_reduce, self.piece, self.op, group=group, async_op=True
-                )
+                own = gradients.communication
+                all_reduce: Any = collectives.all_reduce if own is None else own.all_reduce
+                self.handle = attribute_to(self.modules, all_reduce, self.piece, self.op, group=group, async_op=True)
                 return False
         self.handed = True
         if gradients.communication is not None:

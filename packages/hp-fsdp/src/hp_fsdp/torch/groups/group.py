@@ -10,9 +10,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from hp_dtensor.torch.extend import Mark, will_run
-from hp_fsdp.axes import DataAxes, PostForwardRanks
+from hp_fsdp.axes import PostForwardRanks
 from hp_fsdp.groups.group import C, Group
-from hp_fsdp.options import BucketPlan
 from hp_fsdp.steps.order import Span
 from hp_fsdp.torch.groups.bucket import Bucket
 from hp_fsdp.torch.groups.communication import Communication
@@ -58,6 +57,7 @@ class ParameterGroup(Group[C]):
     """
 
     managed = ManagedParameter
+    bucket = Bucket
     buckets: list[Bucket]
     parameters: list[ManagedParameter]
 
@@ -76,9 +76,6 @@ class ParameterGroup(Group[C]):
         self._leaves: tuple[list[object], list[Any]] = ([], [])
         self.unfilled: list[tuple[nn.Module, str, torch.Tensor, int, int]] = []
         super().__init__(members, *rest)
-
-    def bucket(self, plan: BucketPlan, axes: DataAxes) -> Bucket:
-        return Bucket(plan, axes, self.device, self.options, self.class_name)
 
     def registered_tensors(self) -> Iterator[tuple[Any, ManagedParameter]]:
         for parameter in self.parameters:
@@ -150,32 +147,17 @@ class ParameterGroup(Group[C]):
                 restore(bucket.parameters)
         self.check()
 
-    def start_unshard(self) -> None:
-        if self.unsharded or self.gathering is not None:
-            return
-        self.note("gather")
-        with self._gather_range:
+    def while_gathering(self) -> Any:
+        return self._gather_range
+
+    def while_waiting(self) -> Any:
+        return self._wait_range
+
+    def show_unsharded(self, arrived: bool) -> None:
+        if arrived or self.hidden:
+            self.hidden = False
             for bucket in self.buckets:
-                if not bucket.prepared:
-                    bucket.prepare()
-            self.gathering = attribute_to(self.modules, self._gather)
-
-    def _gather(self) -> list[Any]:
-        return [bucket.gather() for bucket in self.buckets]
-
-    def finish_unshard(self) -> None:
-        if self.gathering is not None:
-            with self._wait_range:
-                for handle in self.gathering:
-                    if handle is not None:
-                        handle.wait()
-            self.gathering = None
-            self.unsharded = True
-        elif not self.hidden:
-            return
-        self.hidden = False
-        for bucket in self.buckets:
-            bucket.show_unsharded()
+                bucket.show_unsharded()
 
     def free(self, ranks: PostForwardRanks | None) -> None:
         self.hidden = False
@@ -225,8 +207,7 @@ class ParameterGroup(Group[C]):
 
     def set_mark(self) -> None:
         """Note where a backward pass comes to the call that has ended."""
-        trains = any(parameter.trains for parameter in self.parameters)
-        self.mark = Mark(self.buckets[0].full.device, self.come_to_mark) if self.alone and trains else None
+        self.mark = Mark(self.buckets[0].full.device, self.come_to_mark) if self.alone and self.trains else None
 
     def come_to_mark(self, *_: Any) -> None:
         """Begin the backward of the last call if the pass under way comes to a parameter."""

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from hp_dtensor import DeviceMesh, RaggedShard, Replicate, distribute_tensor
+from hp_dtensor import DeviceMesh, Replicate, distribute_tensor
 from hp_dtensor.extend import TensorSpec
 from hp_dtensor.torch.extend import DTensor, become, give_memory, local_view, wrap
 from hp_fsdp.groups.managed_params import is_copy, mark, owner_of
+from hp_fsdp.groups.parameter import GroupParameter
 from hp_fsdp.options import ParameterFacts
 
 _plain = torch._C.DisableTorchFunctionSubclass
@@ -54,19 +55,15 @@ _MEETS_PLAIN = (
 """Reason why a sharded parameter meets no plain input; see ``hp_dtensor.torch.ops.dispatching.dispatch``."""
 
 
-class ManagedParameter:
-    """A parameter, the places where it is registered, and the two tensors registered there in turn.
+class ManagedParameter(GroupParameter):
+    """A parameter, and the two tensors registered in its places in turn.
 
     The sharded one is the original object, with other memory and layout: optimizers, hooks and lists that refer to it
     see its changes.
 
     Attributes:
-        stores: the attributes of modules that map names to parameters and to modules.
-        name: its name inside the group's module.
         cls: its original class.
         original: the original parameter; None once it is sharded.
-        shape: shape of the unsharded tensor on this rank.
-        inner: the unsharded tensor's layout if it is a DTensor (tensor parallel), else None.
         front: the dim that lies first in the buffer, see Note [Sharded along another dim]; None for the own order.
         copied: it is a copy of a group's parameter.
         trains: it requires gradients.
@@ -74,80 +71,44 @@ class ManagedParameter:
         unsharded: the tensor of forward and backward: a leaf and view of the gathered buffer.
     """
 
-    __slots__ = (
-        "cls",
-        "copied",
-        "front",
-        "inner",
-        "name",
-        "original",
-        "places",
-        "shape",
-        "sharded",
-        "trains",
-        "unsharded",
-    )
+    __slots__ = ("cls", "copied", "front", "original", "sharded", "trains", "unsharded")
+    kind = "module"
     stores = ("_parameters", "_modules")
 
     def __init__(self, name: str, original: nn.Parameter) -> None:
         check_kind(name, original)
-        self.name = name
+        with _plain():
+            shape = torch.Size(original.shape)
+        super().__init__(name, original._spec if isinstance(original, DTensor) else None, shape)
         self.original: nn.Parameter | None = original
         self.cls = type(original)
         self.front: int | None = None
         self.copied = is_copy(original)
-        self.inner: TensorSpec | None = original._spec if isinstance(original, DTensor) else None
-        with _plain():
-            self.shape = torch.Size(original.shape)
         self.trains = bool(original.requires_grad)
-        self.places: list[tuple[nn.Module, str]] = []
         self.sharded: Any = None
         self.unsharded: Any = None
 
-    def join(self, mesh: DeviceMesh, inner: DeviceMesh | None, owner: str) -> None:
-        """Prepare a parameter that joined a sharded module for sharding.
+    def is_sharded_copy(self) -> bool:
+        return self.copied or super().is_sharded_copy()
 
-        A copy of a sharded parameter (``copy.deepcopy`` of a module) is gathered first, so all ranks have to call it.
+    def lacks_values(self) -> str | None:
+        meta = self.original is not None and self.original.is_meta
+        return "is on the meta device. Give it values before the next forward" if meta else None
 
-        Args:
-            mesh: of data parallelism.
-            inner: mesh to replicate a plain parameter on, if any.
-            owner: the module's class, for errors.
-
-        Raises:
-            RuntimeError: it is on the meta device, or a copy of a parameter that is sharded over other axes as well.
-        """
+    def gather(self) -> None:
         parameter: Any = self.original
-        where = f"fully_shard: parameter {self.name!r} joined {owner} after it was sharded, and"
-        if parameter.is_meta:
-            raise RuntimeError(f"{where} is on the meta device. Give it values before the next forward")
-        ragged = self.inner is not None and any(isinstance(p, RaggedShard) for p in self.inner.placements)
-        if self.inner is not None and (ragged or self.copied):
-            if self.inner.mesh != mesh:
-                raise RuntimeError(
-                    f"{where} is a copy of one that is placed {self.inner.placements} on {self.inner.mesh}. Add the"
-                    " module before fully_shard, or build a new one instead of a copy"
-                )
-            with torch.no_grad():
-                full = parameter.full_tensor()
-            with _plain():
-                _set_data(parameter, full)
-            parameter.__class__ = nn.Parameter
-            del parameter._spec
-            self.inner, self.shape, self.cls, self.copied = None, full.shape, nn.Parameter, False
-        if self.inner is None and inner is not None:
-            become(parameter, distribute_tensor(parameter.detach(), inner, [Replicate()] * inner.ndim))
-            self.inner = parameter._spec
+        with torch.no_grad():
+            full = parameter.full_tensor()
+        with _plain():
+            _set_data(parameter, full)
+        parameter.__class__ = nn.Parameter
+        del parameter._spec
+        self.inner, self.shape, self.cls, self.copied = None, full.shape, nn.Parameter, False
 
-    @property
-    def numel(self) -> int:
-        """Number of elements of the unsharded tensor on this rank."""
-        return self.shape.numel()
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """Shape that the user sees."""
-        return tuple(self.shape) if self.inner is None else self.inner.shape
+    def replicate(self, inner: DeviceMesh) -> None:
+        parameter: Any = self.original
+        become(parameter, distribute_tensor(parameter.detach(), inner, [Replicate()] * inner.ndim))
+        self.inner = parameter._spec
 
     def facts(self) -> ParameterFacts:
         """Return the properties that decide how it is communicated."""

@@ -51,7 +51,7 @@ from typing import Any
 import torch
 
 from hp_dtensor.torch.extend import DTensor, wrap
-from hp_fsdp.steps.tree import tree_functions
+from hp_fsdp.steps.tree import in_dtypes, tree_functions
 from hp_fsdp.torch.groups.group import Call
 from hp_fsdp.torch.steps.context import RootContext, RootGroup
 from hp_platform.frames import current_frame
@@ -66,78 +66,68 @@ map_tensors, tensors = tree_functions(torch.Tensor)
 
 
 def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module's forward with its parameters gathered, and arrange for its backward.
-
-    Args:
-        module: a sharded module.
-        forward: the function to call.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        The result of ``forward``.
-    """
+    """Run a module's forward with its parameters gathered, and arrange for its backward; return its result."""
     group: RootGroup = module._hsdp_group
     context = group.context or RootContext.of(group)
-    policy = group.policy
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        cast = functools.partial(_cast, policy.param_dtype)
-        args, kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
+    run = functools.partial(_run, context, group, module, forward)
+    return in_dtypes(group.policy, _cast, map_tensors, run, args, kwargs)
+
+
+def _run(
+    context: RootContext, group: RootGroup, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     if _backward_id() != -1:
-        output = _run_again(context, group, forward, args, kwargs)
-    else:
-        outermost = context.outermost is None
+        return _run_again(context, group, forward, args, kwargs)
+    outermost = context.outermost is None
+    if outermost:
+        context.begin_forward(group)
+    try:
+        context.unshard(group, context.order, group.prefetch_in_forward)
+        current = current_frame()
+        if current is not None and current.weights is not None:
+            context.expect_owed(group)
+        watch = torch.is_grad_enabled()
+        group.awaited = group.awaited or watch
+        span = group.span
+        begins = span is None or span.begins(module)
+        if span is not None and span.around is not None and watch:
+            forward = span.around(forward)
+        given, first = (args, kwargs) if kwargs else args, _next_number()
+        if watch and begins:
+            group.note_call()
+            with _plain():
+                watch_input = functools.partial(_watch_input, group.leave_backward)
+                args = map_tensors(watch_input, args)
+                if kwargs:
+                    kwargs = map_tensors(watch_input, kwargs)
+        versions = group.versions()
+        contents = None if module.training in group.compared_modes else group.contents()
+        output = forward(*args, **kwargs)
+        if group.versions() != versions or (contents is not None and group.contents() != contents):
+            raise RuntimeError(group.written())
+        if contents is not None:
+            group.compared_modes.add(module.training)
+        context.trace.append(("left", group, perf_counter_ns()))
+        watched = watch and _watch_outputs(group, output, given, first)
+        context.finished.append(group)
+        reshard = group.reshard_after_forward
+        ends = span is None or span.ends(module)
+        if watch and ends:
+            group.set_mark()
+        if not ends:
+            pass
+        elif reshard or (reshard is None and not (watched and group is context.root)):
+            group.reshard(before_backward=watched)
+        else:
+            group.keep()
         if outermost:
-            context.begin_forward(group)
-        try:
-            context.unshard(group, context.order, group.prefetch_in_forward)
-            current = current_frame()
-            if current is not None and current.weights is not None:
-                context.expect_owed(group)
-            watch = torch.is_grad_enabled()
-            group.awaited = group.awaited or watch
-            span = group.span
-            begins = span is None or span.begins(module)
-            if span is not None and span.around is not None and watch:
-                forward = span.around(forward)
-            given, first = (args, kwargs) if kwargs else args, _next_number()
-            if watch and begins:
-                group.note_call()
-                with _plain():
-                    watch_input = functools.partial(_watch_input, group.leave_backward)
-                    args = map_tensors(watch_input, args)
-                    if kwargs:
-                        kwargs = map_tensors(watch_input, kwargs)
-            versions = group.versions()
-            contents = None if module.training in group.compared_modes else group.contents()
-            output = forward(*args, **kwargs)
-            if group.versions() != versions or (contents is not None and group.contents() != contents):
-                raise RuntimeError(group.written())
-            if contents is not None:
-                group.compared_modes.add(module.training)
-            context.trace.append(("left", group, perf_counter_ns()))
-            watched = watch and _watch_outputs(group, output, given, first)
-            context.finished.append(group)
-            reshard = group.reshard_after_forward
-            ends = span is None or span.ends(module)
-            if watch and ends:
-                group.set_mark()
-            if not ends:
-                pass
-            elif reshard or (reshard is None and not (watched and group is context.root)):
-                group.reshard(before_backward=watched)
-            else:
-                group.keep()
-            if outermost:
-                context.end_forward()
-        except BaseException:
-            if outermost:
-                context.abandon()
-            elif group.span is None:
-                group.reshard()
-            raise
-    if policy.output_dtype is not None:
-        output = map_tensors(functools.partial(_cast, policy.output_dtype), output)
+            context.end_forward()
+    except BaseException:
+        if outermost:
+            context.abandon()
+        elif group.span is None:
+            group.reshard()
+        raise
     return output
 
 
