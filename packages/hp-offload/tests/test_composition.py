@@ -17,6 +17,7 @@ from hp_offload import (
     checkpoint_wrapper,
     fit_memory,
     keep_collectives_policy,
+    place,
     swap_wrapper,
     trace_saved,
 )
@@ -204,3 +205,17 @@ def test_parameters_activations_and_states_share_one_link() -> None:
         "activations 0",
     ]
     assert set(order[12:]) <= {"states"} and (len(order) > 13 or device_type() != "cpu")
+
+
+@on_ranks(2)
+def test_homes_of_sharded_models_and_caches_of_one_rank_are_refused_on_all() -> None:
+    rank = get_platform().groups.rank()
+    model = net(3).to(device_type())
+    before = [each.data_ptr() for each in model.parameters()]
+    error, text = (ValueError, "^A cache of 8 bytes") if rank else (RuntimeError, "place failed on rank 1.* of 8 bytes")
+    with pytest.raises(error, match=text):
+        place(model, {"blocks.*": "host"}, cache=8 if rank else 2**20)
+    assert [each.data_ptr() for each in model.parameters()] == before
+    fully_shard(model.blocks[1])
+    with pytest.raises(NotImplementedError, match=r"blocks\.1\..* is a DTensor.*: sharded parameters"):
+        place(model, {"blocks.*": "host"})

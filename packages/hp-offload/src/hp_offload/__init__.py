@@ -16,14 +16,20 @@ from hp_offload.api import (
     swap_wrapper,
     trace_saved,
 )
+from hp_offload.homes.placing import Placed, PlacedReport, place
+from hp_offload.homes.planning import CachePlan, CacheUse, plan_cache
 from hp_offload.manager import SwapManager
 from hp_offload.planning import plan_memory
 from hp_offload.saved import CheckpointPolicy, MemoryPlan, Saved, keep_collectives_policy
 
 __all__ = [
+    "CachePlan",
+    "CacheUse",
     "CheckpointPolicy",
     "MemoryPlan",
     "MemoryPlanWarning",
+    "Placed",
+    "PlacedReport",
     "Saved",
     "SwapManager",
     "apply_memory_plan",
@@ -32,6 +38,8 @@ __all__ = [
     "checkpoint_wrapper",
     "fit_memory",
     "keep_collectives_policy",
+    "place",
+    "plan_cache",
     "plan_memory",
     "swap",
     "swap_tensor_wrapper",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -145,6 +145,18 @@ class Port(Protocol):
 
     def apply(self, model: Module, plan: MemoryPlan) -> None:
         """Let the blocks of a model follow a plan."""
+        ...
+
+    def module_names(self, module: Module) -> list[str]:
+        """List the names of the modules inside of one, its own, `""`, first."""
+        ...
+
+    def find_parts(self, model: Module, names: Sequence[str]) -> Any:
+        """Find the parameters of modules that get a home, in parts that come and go together; refuse what can't."""
+        ...
+
+    def place(self, model: Module, found: Any, budget: int, ahead: int) -> Any:
+        """Move parameters home and everything else to the device; return the `homes.placing.Visits` of the blocks."""
         ...
 
 

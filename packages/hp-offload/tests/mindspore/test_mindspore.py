@@ -18,6 +18,7 @@ from hp_offload import (
     checkpoint,
     checkpoint_exclude_wrapper,
     checkpoint_wrapper,
+    place,
     plan_memory,
     swap,
     swap_tensor_wrapper,
@@ -225,5 +226,7 @@ def test_what_is_not_supported_is_refused_by_name():
         checkpoint_exclude_wrapper(mint.nn.Linear(3, 3))(x)
     with pytest.raises(NotImplementedError, match="swap_tensor_wrapper is not supported on MindSpore"):
         swap_tensor_wrapper(x)
+    with pytest.raises(NotImplementedError, match="place is not supported on MindSpore: parameters of a Cell stay"):
+        place(mint.nn.Linear(2, 2), {"*": "host"})
     with pytest.raises(TypeError, match="swap: function is called, and 3 can't be"):
         swap(3, x)

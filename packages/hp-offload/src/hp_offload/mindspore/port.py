@@ -105,7 +105,6 @@ def swap(
 
 
 def saving(run: GroupRun, module: Any) -> AbstractContextManager[None]:
-    """Put what is saved while inside into a group; a Cell's parameters stay."""
     return _packing(lambda: run, module if isinstance(module, nn.Cell) else None, None)
 
 
@@ -162,6 +161,24 @@ def apply(model: Any, plan: Any) -> None:
 
 def before_first_step(model: Any, action: Any) -> None:
     trace(model, (), {}, None)
+
+
+def module_names(module: nn.Cell) -> list[str]:
+    """Refuse: a Cell's parameters can't be exchanged while it runs."""
+    raise NotImplementedError(
+        "place is not supported on MindSpore: parameters of a Cell stay on their device. swap_wrapper and"
+        " checkpoint_wrapper save memory there."
+    )
+
+
+def find_parts(model: nn.Cell, names: Any) -> Any:
+    """Refuse, as `module_names` does."""
+    return module_names(model)
+
+
+def place(model: nn.Cell, found: Any, budget: int, ahead: int) -> Any:
+    """Refuse, as `module_names` does."""
+    return module_names(model)
 
 
 def is_module(value: Any) -> bool:

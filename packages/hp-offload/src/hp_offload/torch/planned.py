@@ -10,7 +10,6 @@ Note [How a block follows its plan]
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,10 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hp_offload.api import MemoryCheck
 from hp_offload.saved import CheckpointPolicy, MemoryPlan, block_of, near
+from hp_offload.torch.around import Around
 from hp_offload.torch.regions.functions import Filling, Site, Walk, is_function
 from hp_offload.torch.regions.region import run_region
 from hp_offload.torch.regions.sites import KeptOutput, Key, SitePasses
-from hp_offload.torch.swapping import Kept, Packed, SwapRun, address_of, plain_torch, stays
+from hp_offload.torch.swapping import Packed, SwapRun, address_of, is_placed, kept, plain_torch, stays
 from hp_offload.torch.tracing import Sites, blocks_of, walking
 from hp_platform.torch.heavy import mark
 
@@ -53,7 +53,7 @@ def apply(model: nn.Module, plan: MemoryPlan) -> None:
             mark(block)
             check.blocks.add(name)
             planned = _Planned(name, policies, block, swaps, check)
-            block.forward = functools.partial(planned.run, block.forward)
+            block.forward = Around(planned.run, block.forward)
 
 
 class _Planned:
@@ -164,7 +164,7 @@ class _PlannedPasses(SitePasses):
         if policy is RECOMPUTE:
             return None
         if policy is KEEP and stays(tensor):
-            return Kept(tensor)
+            return kept(tensor)
         self._keep_output(tensor, policy)
         return self._swap.pack(tensor) if policy is SWAP else self._swap.kept(tensor)
 
@@ -188,7 +188,7 @@ class _PlannedPasses(SitePasses):
                 check.add(policy, planned.planned_bytes[index], tensor)
             return policy
         policy, nbytes = KEEP, 0
-        site, new = self.sites.site(tensor)
+        site, new = (None, False) if is_placed(tensor) else self.sites.site(tensor)
         if site is not None:
             policy = self.seen[site] = self._planned.policies.get(site, KEEP)
             nbytes = self._planned.check.planned.get(site, 0) if new else 0

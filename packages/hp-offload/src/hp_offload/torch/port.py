@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
 from hp_offload.manager import GroupRun, name_of_group
 from hp_offload.port import ALIGNMENT
+from hp_offload.torch.around import Around
+from hp_offload.torch.homes import find_parts, place
 from hp_offload.torch.planned import apply
 from hp_offload.torch.regions.functions import Filling, Walk
 from hp_offload.torch.regions.region import Passes, Scope, run_excluded, run_region, running, tag
@@ -32,8 +34,11 @@ __all__ = [
     "apply",
     "before_first_step",
     "checkpoint",
+    "find_parts",
     "is_module",
     "is_tensor",
+    "module_names",
+    "place",
     "run_excluded",
     "saving",
     "swap",
@@ -161,7 +166,6 @@ def swap(
 
 
 def saving(run: GroupRun, module: Any) -> AbstractContextManager[None]:
-    """Put what is saved while inside into a group; a module's parameters and buffers stay."""
     own = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
     return swapping(SwapRun(run.name, run.fused, lambda: own, run=run))
 
@@ -206,8 +210,12 @@ def is_tensor(value: Any) -> bool:
 
 def wrap(module: nn.Module, around: Function) -> nn.Module:
     mark(module)  # while its forward is its own
-    module.forward = functools.partial(around, module.forward)
+    module.forward = Around(around, module.forward)
     return module
+
+
+def module_names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_modules()]
 
 
 Storage = torch.UntypedStorage
@@ -238,7 +246,6 @@ def nbytes(storage: Storage) -> int:
 
 
 def on_host(storage: Storage) -> bool:
-    """Tell whether memory is the host's."""
     return storage.device.type == "cpu"
 
 

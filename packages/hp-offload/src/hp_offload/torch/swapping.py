@@ -78,6 +78,20 @@ def changed(
     )
 
 
+residents: dict[int, Callable[[T], Packed]] = {}
+"""What stands in the graph for a tensor on the memory of a parameter that visits the device, by its address."""
+
+
+def is_placed(tensor: T) -> bool:
+    """Tell whether a tensor is on the memory of a parameter that visits the device."""
+    return bool(residents) and type(tensor) is T and address_of(tensor) in residents
+
+
+def kept(tensor: T) -> Packed:
+    """Return what stands for a tensor that stays, or whose home brings it back."""
+    return residents[address_of(tensor)](tensor) if is_placed(tensor) else Kept(tensor)
+
+
 class Kept:
     """A saved tensor that stays where it is."""
 
@@ -193,7 +207,7 @@ class SwapRun:
                 names, context = tensor.__tensor_flatten__()
                 return _Wrapped(tensor, {name: self.out(getattr(tensor, name)) for name in names}, context)
             if stays(tensor):
-                return Kept(tensor)
+                return kept(tensor)
             entry = self.open().add(tensor.untyped_storage())
             return Kept(tensor) if entry is None else _Swapped(tensor, entry)
 
@@ -206,6 +220,8 @@ class SwapRun:
 
     def kept(self, tensor: T) -> Packed:
         """Return what stands for a tensor that stays; its use in backward begins the group's."""
+        if is_placed(tensor):
+            return kept(tensor)
         return Kept(tensor) if self._run is None else _KeptIn(tensor, self._run)
 
     def begin_backward(self) -> None:
@@ -227,13 +243,13 @@ class SwapRun:
             if checked_swap_answer(answer, asked) is CheckpointPolicy.MUST_SAVE:
                 return Kept(tensor)
         packed = self.out(tensor)
-        return packed if isinstance(packed, Kept) else _Once(packed)
+        return packed if isinstance(packed, Kept) or is_placed(tensor) else _Once(packed)
 
 
 def stays(tensor: T) -> bool:
     """Tell a parameter, another leaf or a view of one, and what has no memory of its own, from what can be moved."""
     base = tensor._base if tensor._base is not None else tensor
-    if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
+    if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad) or is_placed(tensor):
         return True
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
         return True
