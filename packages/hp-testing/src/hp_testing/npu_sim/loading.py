@@ -99,15 +99,15 @@ def _build(target: Path, scratch: Path) -> None:
     third_party = torch_npu / "include" / "third_party"
     cann = [torch_npu / "include", third_party / "acl" / "inc", third_party / "hccl" / "inc"]
     aten = [torch / "include", torch / "include" / "torch" / "csrc" / "api" / "include"]
-    jobs = [(path, cann) for path in _sources("cann")] + [(path, aten) for path in _sources("shim")]
+    jobs = [(path, cann) for path in _sources("cann")] + [(path, aten + cann) for path in _sources("shim")]
     with ThreadPoolExecutor(os.cpu_count()) as executor:
         objects = dict(executor.map(lambda job: (job[0], _compile(job[0], job[1], scratch)), jobs))
 
     _link(target, RUNTIME, [objects[path] for path in _sources("cann")], ["-lpthread", "-ldl"])
     for name in ALIASES:
         _link(target, name, [], ["-Wl,--no-as-needed", f"-L{target}", f"-l{RUNTIME}"])
-    torch_libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
-    _link(target, SHIM, [objects[path] for path in _sources("shim")], torch_libraries)
+    libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-L{target}", f"-l{RUNTIME}"]
+    _link(target, SHIM, [objects[path] for path in _sources("shim")], libraries)
 
 
 def _compile(source: Path, includes: Iterable[Path], scratch: Path) -> Path:

@@ -1,6 +1,7 @@
 // Devices and their memory. Device memory is host memory, counted for each device, and refused past its limit.
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -19,6 +20,7 @@ constexpr aclError kOutOfMemory = 207001;  // ACL_ERROR_RT_MEMORY_ALLOCATION
 constexpr aclError kInvalidDevice = 107001;  // ACL_ERROR_INVALID_DEVICE's number in the runtime
 
 thread_local int32_t current_device = 0;
+std::atomic<bool> any_device{false};
 
 struct Allocation {
   size_t size;
@@ -94,10 +96,15 @@ aclError aclrtSetDevice(int32_t device) {
     return kInvalidDevice;
   }
   current_device = device;
+  any_device = true;
   return ACL_SUCCESS;
 }
 
+// Fails before the process has set a device, as CANN does: torch_npu then sets device 0, and notes that it is in use.
 aclError aclrtGetDevice(int32_t* device) {
+  if (!any_device) {
+    return ACL_ERROR_RT_CONTEXT_NULL;
+  }
   *device = current_device;
   return ACL_SUCCESS;
 }

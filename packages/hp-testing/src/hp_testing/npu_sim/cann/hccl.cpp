@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -29,6 +30,10 @@ constexpr uint64_t kDefaultTimeLimit = 1836;  // seconds, HCCL_EXEC_TIMEOUT's de
 std::mutex records_mutex;
 std::string records;
 
+// The communicators that there are, by name: fused operators are told a name.
+std::mutex names_mutex;
+std::map<std::string, Communicator*> named_communicators;
+
 Communicator& use(HcclComm communicator) { return *static_cast<Communicator*>(communicator); }
 
 void record(uint32_t size, uint32_t rank, const HcclCommConfig* config) {
@@ -53,7 +58,10 @@ HcclResult join(uint32_t size, const HcclRootInfo* root, uint32_t rank, const Hc
     bool named = config != nullptr && config->hcclCommName[0] != '\0';
     std::string name = named ? config->hcclCommName : std::string("npu_sim_") + root->internal;
     record(size, rank, config);
-    *communicator = new Communicator(root->internal, size, rank, name, static_cast<double>(limit));
+    auto* made = new Communicator(root->internal, size, rank, name, static_cast<double>(limit));
+    *communicator = made;
+    std::lock_guard<std::mutex> lock(names_mutex);
+    named_communicators[name] = made;
   });
 }
 
@@ -184,6 +192,13 @@ extern "C" const char* npu_sim_communicators() {
   return text.c_str();
 }
 
+// For fused operators: the communicator of a name, null where there is none.
+extern "C" HcclComm npu_sim_communicator(const char* name) {
+  std::lock_guard<std::mutex> lock(names_mutex);
+  auto found = named_communicators.find(name);
+  return found == named_communicators.end() ? nullptr : found->second;
+}
+
 std::string& npu_sim::recent_error() {
   thread_local std::string text;
   return text;
@@ -208,6 +223,13 @@ HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo* root, u
 }
 
 HcclResult HcclCommDestroy(HcclComm communicator) {
+  {
+    std::lock_guard<std::mutex> lock(names_mutex);
+    auto found = named_communicators.find(use(communicator).name());
+    if (found != named_communicators.end() && found->second == communicator) {
+      named_communicators.erase(found);
+    }
+  }
   delete &use(communicator);
   return HCCL_SUCCESS;
 }

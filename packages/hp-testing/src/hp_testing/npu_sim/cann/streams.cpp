@@ -1,7 +1,10 @@
 // Streams and events. All work is done when the call that issues it returns, so a stream is a number and waiting is
-// nothing; an event remembers when it was recorded.
+// nothing; an event remembers when it was recorded. Limits of cores are remembered, and limit nothing.
 #include <atomic>
 #include <chrono>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "acl/acl.h"
 
@@ -16,6 +19,18 @@ struct Event {
 };
 
 std::atomic<int32_t> next_stream{0};
+
+constexpr uint32_t kCores[] = {20, 40};  // by aclrtDevResLimitType: cube, vector
+
+struct Limits {
+  std::mutex mutex;
+  std::map<std::pair<aclrtStream, int>, uint32_t> cores;
+};
+
+Limits& limits() {
+  static Limits all;
+  return all;
+}
 
 double now() {
   auto time = std::chrono::steady_clock::now().time_since_epoch();
@@ -60,6 +75,32 @@ aclError aclrtSetStreamOverflowSwitch(aclrtStream, uint32_t) { return ACL_SUCCES
 
 aclError aclrtGetStreamOverflowSwitch(aclrtStream, uint32_t* flag) {
   *flag = 0;
+  return ACL_SUCCESS;
+}
+
+// How many cores work may use: of a device all that there are, of a stream what was set.
+aclError aclrtGetDeviceResLimit(int32_t, aclrtDevResLimitType type, uint32_t* value) {
+  *value = kCores[type];
+  return ACL_SUCCESS;
+}
+
+aclError aclrtSetStreamResLimit(aclrtStream stream, aclrtDevResLimitType type, uint32_t value) {
+  std::lock_guard<std::mutex> lock(limits().mutex);
+  limits().cores[{stream, type}] = value;
+  return ACL_SUCCESS;
+}
+
+aclError aclrtGetStreamResLimit(aclrtStream stream, aclrtDevResLimitType type, uint32_t* value) {
+  std::lock_guard<std::mutex> lock(limits().mutex);
+  auto found = limits().cores.find({stream, type});
+  *value = found == limits().cores.end() ? kCores[type] : found->second;
+  return ACL_SUCCESS;
+}
+
+aclError aclrtResetStreamResLimit(aclrtStream stream) {
+  std::lock_guard<std::mutex> lock(limits().mutex);
+  limits().cores.erase({stream, ACL_RT_DEV_RES_CUBE_CORE});
+  limits().cores.erase({stream, ACL_RT_DEV_RES_VECTOR_CORE});
   return ACL_SUCCESS;
 }
 

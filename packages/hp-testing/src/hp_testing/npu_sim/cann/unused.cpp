@@ -29,6 +29,10 @@ IGNORED(aclmdlFinalizeDump)
 IGNORED(aclmdlInitDump)
 IGNORED(aclmdlSetDump)
 
+// Limits of a stream's cores, as the kernels that a thread issues have them.
+IGNORED(aclrtUnuseStreamResInCurrentThread)
+IGNORED(aclrtUseStreamResInCurrentThread)
+
 // Attributes of device kernels; the two kernels that are simulated have none that matter.
 IGNORED(aclopCreateAttr)
 IGNORED(aclopDestroyAttr)

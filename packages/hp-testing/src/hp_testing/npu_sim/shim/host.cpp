@@ -75,4 +75,5 @@ extern "C" void npu_sim_install() {
   npu_sim::register_aten();
   npu_sim::register_recurrent();
   npu_sim::register_fused();
+  npu_sim::register_communicating();
 }

@@ -37,6 +37,7 @@ class DeviceRandomness {
 void register_aten();
 void register_recurrent();
 void register_fused();
+void register_communicating();
 
 // Kernels that stay registered as long as the process runs.
 torch::Library& library(const char* ns, c10::DispatchKey key = c10::DispatchKey::PrivateUse1);
