@@ -54,7 +54,7 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "fsdp 2": ({"dp_shard": 2}, {}),
     "fsdp 2, no reshard": ({"dp_shard": 2}, {"fsdp": {"reshard_after_forward": False}}),
     "fsdp 2, recompute": ({"dp_shard": 2}, RECOMPUTE),
-    "fsdp 2, bfloat16": ({"dp_shard": 2}, {"fsdp": {"param_dtype": "bfloat16"}}),
+    "fsdp 2, accumulate 2": ({"dp_shard": 2}, {"run": {"accumulate": 2}}),
     "fsdp 2, accumulate 4": ({"dp_shard": 2}, {"run": {"accumulate": 4}}),
     "fsdp 2, muon": ({"dp_shard": 2}, {"optimizer": {"name": "muon"}}),
     "replicas 2": ({"dp_replicate": 2}, {}),

@@ -39,7 +39,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 _BLOCKS = ["model.layers.*"]
 
 
-def _plan(mesh: dict[str, int], family: str = "llama", **sections: Any) -> dict[str, Any]:
+def plan_tables(mesh: dict[str, Any], family: str = "llama", **sections: Any) -> dict[str, Any]:
     config, overrides = _MODELS[family]
     tables: dict[str, Any] = {
         "model": {"config": config, "overrides": dict(overrides)},
@@ -53,74 +53,78 @@ def _plan(mesh: dict[str, int], family: str = "llama", **sections: Any) -> dict[
 
 
 USUAL: dict[str, dict[str, Any]] = {
-    "fsdp": _plan({"dp_shard": 2}),
-    "tp": _plan({"tp": 2}, styles="auto-sequence"),
-    "cp": _plan({"cp": 2}),
-    "ep": _plan({"dp_shard": 2, "ep": 2}, "experts"),
-    "pp": _plan({"pp": 2}, pipeline={"schedule": "1f1b", "micro_batches": 4}),
-    "muon, recompute, bfloat16": _plan(
+    "fsdp": plan_tables({"dp_shard": 2}),
+    "tp": plan_tables({"tp": 2}, styles="auto-sequence"),
+    "cp": plan_tables({"cp": 2}),
+    "ep": plan_tables({"dp_shard": 2, "ep": 2}, "experts"),
+    "pp": plan_tables({"pp": 2}, pipeline={"schedule": "1f1b", "micro_batches": 4}),
+    "muon, recompute, bfloat16": plan_tables(
         {"dp_shard": 2}, optimizer={"name": "muon"}, memory={"recompute": _BLOCKS}, fsdp={"param_dtype": "bfloat16"}
     ),
 }
 THOROUGH: dict[str, dict[str, Any]] = {
-    "hsdp": _plan({"dp_replicate": 2, "dp_shard": 2}),
-    "fsdp of 4": _plan({"dp_shard": 4}),
-    "replicas": _plan({"dp_replicate": 2}),
-    "tp of 2, whole": _plan({"tp": 2}, styles="auto"),
-    "fsdp x tp": _plan({"dp_shard": 2, "tp": 2}),
-    "fsdp x tp, sequence": _plan({"dp_shard": 2, "tp": 2}, styles="auto-sequence"),
-    "fsdp x cp": _plan({"dp_shard": 2, "cp": 2}),
-    "no reshard": _plan({"dp_shard": 2}, fsdp={"reshard_after_forward": False}),
-    "bfloat16": _plan({"dp_shard": 2}, fsdp={"param_dtype": "bfloat16", "reduce_dtype": "float32"}),
-    "weights in bfloat16": _plan({"dp_shard": 2}, run={"dtype": "bfloat16"}),
-    "recompute": _plan({"dp_shard": 2}, memory={"recompute": _BLOCKS}),
-    "recompute under tp": _plan({"tp": 2}, memory={"recompute": _BLOCKS}),
-    "accumulate": _plan({"dp_shard": 2}, run={"accumulate": 2}),
-    "accumulate, no reshard": _plan({"dp_shard": 2}, run={"accumulate": 4}, fsdp={"reshard_after_forward": False}),
-    "deterministic": _plan({"dp_shard": 2}, run={"deterministic": True}),
-    "sgd": _plan({"dp_shard": 2}, optimizer={"name": "sgd", "momentum": 0.9}),
-    "muon": _plan({"dp_shard": 2}, optimizer={"name": "muon"}),
-    "muon under tp": _plan({"tp": 2}, optimizer={"name": "muon"}),
-    "muon, fsdp x tp": _plan({"dp_shard": 2, "tp": 2}, optimizer={"name": "muon"}),
-    "no clipping": _plan({"dp_shard": 2}, run={"grad_clip": None}),
-    "tied": _plan({"dp_shard": 2}, "qwen3"),
-    "tied under tp": _plan({"tp": 2}, "qwen3"),
-    "tied, fsdp x tp": _plan({"dp_shard": 2, "tp": 2}, "qwen3"),
-    "tied under cp": _plan({"cp": 2}, "qwen3"),
-    "tied, recompute": _plan({"dp_shard": 2}, "qwen3", memory={"recompute": _BLOCKS}),
-    "experts under fsdp": _plan({"dp_shard": 2}, "experts"),
-    "experts under fsdp, recompute": _plan({"dp_shard": 2}, "experts", memory={"recompute": _BLOCKS}),
-    "ep x tp": _plan({"dp_shard": 2, "ep": 2, "tp": 2}, "experts"),
-    "ep of 4": _plan({"dp_shard": 4, "ep": 4}, "experts"),
-    "ep in half of fsdp": _plan({"dp_shard": 4, "ep": 2}, "experts"),
-    "ep, accumulate": _plan({"dp_shard": 2, "ep": 2}, "experts", run={"accumulate": 2}),
-    "interleaved, fsdp": _plan({"pp": 2, "dp_shard": 2}, pipeline={"schedule": "interleaved", "micro_batches": 4}),
-    "zbv": _plan({"pp": 2}, pipeline={"schedule": "zbv", "micro_batches": 4}),
-    "gpipe": _plan({"pp": 2}, pipeline={"schedule": "gpipe", "micro_batches": 4}),
-    "pp x tp": _plan({"pp": 2, "tp": 2}, pipeline={"schedule": "1f1b", "micro_batches": 4}),
+    "hsdp": plan_tables({"dp_replicate": 2, "dp_shard": 2}),
+    "fsdp of 4": plan_tables({"dp_shard": 4}),
+    "replicas": plan_tables({"dp_replicate": 2}),
+    "tp of 2, whole": plan_tables({"tp": 2}, styles="auto"),
+    "fsdp x tp": plan_tables({"dp_shard": 2, "tp": 2}),
+    "fsdp x tp, sequence": plan_tables({"dp_shard": 2, "tp": 2}, styles="auto-sequence"),
+    "fsdp x cp": plan_tables({"dp_shard": 2, "cp": 2}),
+    "no reshard": plan_tables({"dp_shard": 2}, fsdp={"reshard_after_forward": False}),
+    "bfloat16": plan_tables({"dp_shard": 2}, fsdp={"param_dtype": "bfloat16", "reduce_dtype": "float32"}),
+    "weights in bfloat16": plan_tables({"dp_shard": 2}, run={"dtype": "bfloat16"}),
+    "recompute": plan_tables({"dp_shard": 2}, memory={"recompute": _BLOCKS}),
+    "recompute under tp": plan_tables({"tp": 2}, memory={"recompute": _BLOCKS}),
+    "accumulate": plan_tables({"dp_shard": 2}, run={"accumulate": 2}),
+    "accumulate, no reshard": plan_tables(
+        {"dp_shard": 2}, run={"accumulate": 4}, fsdp={"reshard_after_forward": False}
+    ),
+    "deterministic": plan_tables({"dp_shard": 2}, run={"deterministic": True}),
+    "sgd": plan_tables({"dp_shard": 2}, optimizer={"name": "sgd", "momentum": 0.9}),
+    "muon": plan_tables({"dp_shard": 2}, optimizer={"name": "muon"}),
+    "muon under tp": plan_tables({"tp": 2}, optimizer={"name": "muon"}),
+    "muon, fsdp x tp": plan_tables({"dp_shard": 2, "tp": 2}, optimizer={"name": "muon"}),
+    "no clipping": plan_tables({"dp_shard": 2}, run={"grad_clip": None}),
+    "tied": plan_tables({"dp_shard": 2}, "qwen3"),
+    "tied under tp": plan_tables({"tp": 2}, "qwen3"),
+    "tied, fsdp x tp": plan_tables({"dp_shard": 2, "tp": 2}, "qwen3"),
+    "tied under cp": plan_tables({"cp": 2}, "qwen3"),
+    "tied, recompute": plan_tables({"dp_shard": 2}, "qwen3", memory={"recompute": _BLOCKS}),
+    "experts under fsdp": plan_tables({"dp_shard": 2}, "experts"),
+    "experts under fsdp, recompute": plan_tables({"dp_shard": 2}, "experts", memory={"recompute": _BLOCKS}),
+    "ep x tp": plan_tables({"dp_shard": 2, "ep": 2, "tp": 2}, "experts"),
+    "ep of 4": plan_tables({"dp_shard": 4, "ep": 4}, "experts"),
+    "ep in half of fsdp": plan_tables({"dp_shard": 4, "ep": 2}, "experts"),
+    "ep, accumulate": plan_tables({"dp_shard": 2, "ep": 2}, "experts", run={"accumulate": 2}),
+    "interleaved, fsdp": plan_tables(
+        {"pp": 2, "dp_shard": 2}, pipeline={"schedule": "interleaved", "micro_batches": 4}
+    ),
+    "zbv": plan_tables({"pp": 2}, pipeline={"schedule": "zbv", "micro_batches": 4}),
+    "gpipe": plan_tables({"pp": 2}, pipeline={"schedule": "gpipe", "micro_batches": 4}),
+    "pp x tp": plan_tables({"pp": 2, "tp": 2}, pipeline={"schedule": "1f1b", "micro_batches": 4}),
 }
 """With USUAL over 40 plans."""
 HOST: dict[str, dict[str, Any]] = {
-    "swap": _plan({"dp_shard": 2}, memory={"swap": _BLOCKS}),
-    "offload": _plan({"dp_shard": 2}, fsdp={"offload": True}),
-    "swap_slices": _plan({"dp_shard": 2}, optimizer={"swap_slices": 4}),
+    "swap": plan_tables({"dp_shard": 2}, memory={"swap": _BLOCKS}),
+    "offload": plan_tables({"dp_shard": 2}, fsdp={"offload": True}),
+    "swap_slices": plan_tables({"dp_shard": 2}, optimizer={"swap_slices": 4}),
 }
 """Plans that have something in the host's memory."""
 HOST_THOROUGH: dict[str, dict[str, Any]] = {
-    "swap under tp": _plan({"tp": 2}, memory={"swap": _BLOCKS}),
-    "swap, experts": _plan({"dp_shard": 2, "ep": 2}, "experts", memory={"swap": _BLOCKS}),
-    "swap, bfloat16": _plan({"dp_shard": 2}, memory={"swap": _BLOCKS}, fsdp={"param_dtype": "bfloat16"}),
-    "swap and recompute": _plan(
+    "swap under tp": plan_tables({"tp": 2}, memory={"swap": _BLOCKS}),
+    "swap, experts": plan_tables({"dp_shard": 2, "ep": 2}, "experts", memory={"swap": _BLOCKS}),
+    "swap, bfloat16": plan_tables({"dp_shard": 2}, memory={"swap": _BLOCKS}, fsdp={"param_dtype": "bfloat16"}),
+    "swap and recompute": plan_tables(
         {"dp_shard": 2}, memory={"swap": ["model.layers.0", "model.layers.1"], "recompute": ["model.layers.[23]"]}
     ),
-    "swap, accumulate": _plan({"dp_shard": 2}, memory={"swap": _BLOCKS}, run={"accumulate": 2}),
-    "offload, bfloat16": _plan({"dp_shard": 2}, fsdp={"offload": True, "param_dtype": "bfloat16"}),
-    "offload, recompute": _plan({"dp_shard": 2}, fsdp={"offload": True}, memory={"recompute": _BLOCKS}),
-    "offload, tp": _plan({"dp_shard": 2, "tp": 2}, fsdp={"offload": True}),
-    "swap_slices, muon": _plan({"dp_shard": 2}, optimizer={"name": "muon", "swap_slices": 4}),
-    "swap_slices, swap": _plan({"dp_shard": 2}, optimizer={"swap_slices": 4}, memory={"swap": _BLOCKS}),
+    "swap, accumulate": plan_tables({"dp_shard": 2}, memory={"swap": _BLOCKS}, run={"accumulate": 2}),
+    "offload, bfloat16": plan_tables({"dp_shard": 2}, fsdp={"offload": True, "param_dtype": "bfloat16"}),
+    "offload, recompute": plan_tables({"dp_shard": 2}, fsdp={"offload": True}, memory={"recompute": _BLOCKS}),
+    "offload, tp": plan_tables({"dp_shard": 2, "tp": 2}, fsdp={"offload": True}),
+    "swap_slices, muon": plan_tables({"dp_shard": 2}, optimizer={"name": "muon", "swap_slices": 4}),
+    "swap_slices, swap": plan_tables({"dp_shard": 2}, optimizer={"swap_slices": 4}, memory={"swap": _BLOCKS}),
 }
-EIGHT_BITS = _plan({"dp_shard": 2}, optimizer={"name": "adamw8bit"})
+EIGHT_BITS = plan_tables({"dp_shard": 2}, optimizer={"name": "adamw8bit"})
 """A plan whose optimizer torch compiles, which takes a C++ compiler, and its time."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dry_plans import THOROUGH, USUAL, measured, told
+from dry_plans import THOROUGH, USUAL, measured, plan_tables, told
 
 from hp_fsdp import explain
 from hp_plan import DryReport, ParallelPlan, PlanError, dry_run, fit, tune
@@ -19,6 +19,7 @@ from hp_plan.dry.trace import Trace
 from hp_plan.port import models
 from hp_plan.structure.memory import training_bytes
 from hp_plan.torch.build import build_empty
+from hp_plan.torch.dry.flops import flops_of
 from hp_plan.torch.dry.ledger import Ledger
 from hp_plan.torch.dry.likeness import Results
 from hp_plan.torch.dry.playing import Played, dry
@@ -109,6 +110,15 @@ def test_one_rank_of_many_is_played() -> None:
     assert report.rank == 3 and report.coordinates == {"dp_shard": 3} and report.stands_for == 8
 
 
+def test_other_ranks_add_no_operations() -> None:
+    """What they tell each other is no work of the step, and curves follow its operations from one number to another."""
+    found = []
+    for shards in (2, 8):
+        tables = plan_tables({"dp_shard": shards, "cp": 2}, data={"batch_size": 2 * shards})
+        found.append(dry_run(ParallelPlan.from_dict(tables), rank=0).ranks[0].trace.operations)
+    assert found[0] == found[1]
+
+
 def test_skewed_routes_take_more_memory() -> None:
     plan = ParallelPlan.from_dict(USUAL["ep"])
     balanced, skewed = (dry_run(plan, rank=0, routes=factor).peak for factor in (1.0, 2.0))
@@ -141,6 +151,12 @@ def test_tune_finds_plans_that_fit() -> None:
     assert [each.seconds.total for each in found.candidates] == sorted(each.seconds.total for each in found.candidates)
     best = found.candidates[0]
     assert best.plan.mesh.world_size == 2 and dry_run(best.plan).peak == pytest.approx(best.memory, rel=0.02)
+
+
+def test_what_is_wrong_with_every_plan_is_said_before_any_is_played() -> None:
+    tables = {**USUAL["fsdp"], "data": {"batch_size": 4, "sequence_length": 2**20}, "mesh": {"tp": 3}}
+    with pytest.raises(PlanError, match=r"has 1 error:\n  data.sequence_length: 1048576 tokens"):
+        tune(tables, ranks=2, hardware="cpu")
 
 
 def sized(tables: dict[str, Any], samples: int, length: int) -> ParallelPlan:
@@ -201,6 +217,50 @@ def test_what_shares_memory_is_never_remembered() -> None:
         assert changed.shape == (1, 4)
     with pytest.raises(RuntimeError):
         results.call(aten.add_.Tensor, (on_meta(4), on_meta(5)), {})
+
+
+# ---- operations ----
+def test_every_product_is_counted() -> None:
+    aten = torch.ops.aten
+    rows, matrices = on_meta(12, 8), on_meta(3, 8, 5)
+    grouped = {(rows, matrices): 12, (on_meta(3, 4, 8), on_meta(8, 5)): 4, (rows, on_meta(8, 5)): 12}
+    for args, count in {**grouped, (on_meta(3, 4, 8), matrices): 12}.items():
+        assert flops_of(aten._grouped_mm.default, args, {}, None) == 2 * count * 8 * 5
+    q, k, v = on_meta(2, 4, 6, 8), on_meta(2, 4, 7, 8), on_meta(2, 4, 7, 3)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    scores = 2 * 2 * 4 * 6 * 7
+    assert flops_of(forward.default, (q, k, v), {}, None) == scores * (8 + 3)
+    assert flops_of(backward.default, (on_meta(2, 4, 6, 3), q, k, v), {}, None) == scores * (3 * 8 + 2 * 3)
+    assert flops_of(aten.add.Tensor, (rows, rows), {}, rows) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "experts"])
+def test_operations_are_those_of_the_formula(family: str) -> None:
+    """Three products for each weight and token, of as many experts as are chosen; attention is 2 and 5 products."""
+    tables = plan_tables({"dp_shard": 2}, family)
+    numbers, samples, length = tables["model"]["overrides"], 4, tables["data"]["sequence_length"]
+    blocks, heads = numbers["num_hidden_layers"], numbers["num_attention_heads"]
+    hidden, head = numbers["hidden_size"], 16
+    of_attention = hidden * head * (2 * heads + 2 * numbers["num_key_value_heads"])
+    of_mlp = 3 * hidden * numbers["intermediate_size"]
+    if family == "experts":
+        chosen = numbers["num_experts_per_tok"]
+        of_mlp = 3 * hidden * numbers["moe_intermediate_size"] * chosen + hidden * numbers["num_experts"]
+    weights = blocks * (of_attention + of_mlp) + hidden * numbers["vocab_size"]
+    attention = blocks * 7 * 2 * samples * heads * length**2 * head
+    report = dry_run(ParallelPlan.from_dict(tables))
+    assert report.ranks[0].trace.flops == 6 * samples * length * weights + attention
+
+
+def test_kernels_are_chosen_as_on_the_machine() -> None:
+    """On a CPU an activation is computed some rows at a time, which stay in its cache."""
+    tables = plan_tables({"dp_shard": 2}, "experts", data={"sequence_length": 1024, "batch_size": 4})
+    tables["model"]["overrides"]["max_position_embeddings"] = 1024
+    plan = ParallelPlan.from_dict(tables)
+    own, host, device = (dry_run(plan, rank=0, hardware=each).ranks[0].trace for each in (None, "cpu", "h100-8"))
+    assert own == host
+    assert device.operations < host.operations and device.flops == host.flops
 
 
 # ---- worlds ----

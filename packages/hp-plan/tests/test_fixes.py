@@ -346,6 +346,7 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
         [
             "memory.budget=20MiB",
             "mesh.dp_shard=4",
+            ("-memory.budget", 'memory.homes."model.layers.*"=host'),
         ],
     ),
     (
@@ -405,6 +406,80 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
         ["compile.blocks=['model.layers.*']"],
     ),
     ("did you mean 'model.layers.*.mlp'", {"memory": {"swap": ["model.layers.*.mpl"]}}, [f"memory.swap=['{MLP}']"]),
+    # where parameters live
+    (
+        "write for example cache",
+        {"memory": {"homes": {MLP: "host"}, "cache": "much"}},
+        ["-memory.cache", "memory.cache=4MiB"],
+    ),
+    ("leave it out, or give memory.homes", {"memory": {"cache": "4MiB"}}, ["-memory.cache"]),
+    ("write 'host'", {"memory": {"homes": {MLP: "disk"}}}, [f'memory.homes."{MLP}"=host']),
+    (
+        "leave it out, or run.deterministic",
+        {"memory": {"homes": {MLP: "host"}}, "run": {"deterministic": True}},
+        ["-memory.homes", "-run.deterministic"],
+    ),
+    (
+        "did you mean 'model.layers.*'",
+        {"memory": {"homes": {"model.layer.*": "host"}}},
+        [("-memory.homes", 'memory.homes."model.layers.*"=host')],
+    ),
+    (
+        "name its members: 'model.layers.*'",
+        {"memory": {"homes": {"model.layers": "host"}}},
+        [("-memory.homes", 'memory.homes."model.layers.*"=host')],
+    ),
+    (
+        "name the one or the other",
+        {"memory": {"homes": {"model.layers.*": "host", MLP: "host"}}},
+        [("-memory.homes", 'memory.homes."model.layers.*"=host')],
+    ),
+    (
+        "raise it, or give smaller modules homes",
+        {"memory": {"homes": {"model.layers.*": "host"}, "cache": "1KiB"}},
+        ["memory.cache=1MiB"],
+    ),
+    # how ranks communicate
+    (
+        "did you mean 'dp_replicate'",
+        {"mesh": {"dp_replicate": 2}, "communication": {"wire": {"dp_replicat": "bf16"}}},
+        [("-communication.wire.dp_replicat", "communication.wire.dp_replicate=bf16")],
+    ),
+    (
+        "did you mean 'bf16'",
+        {"mesh": {"dp_replicate": 2}, "communication": {"wire": {"dp_replicate": "bf17"}}},
+        ["communication.wire.dp_replicate=bf16"],
+    ),
+    (
+        "leave it out, or make replicas: mesh.dp_replicate",
+        {"mesh": {"tp": 2}, "communication": {"wire": {"tp": "bf16"}}},
+        ["-communication.wire.tp"],
+    ),
+    (
+        "leave it out, or make mesh.dp_replicate larger",
+        {"communication": {"wire": {"dp_replicate": "bf16"}}},
+        ["-communication.wire.dp_replicate", "mesh.dp_replicate=2"],
+    ),
+    (
+        "leave it out",
+        {"mesh": {"dp_replicate": 2, "ranks_per_host": 2}, "communication": {"wire": {"dp_replicate": "bf16"}}},
+        ["-communication.wire.dp_replicate"],
+    ),
+    ("leave it out", {"model": MOE, "mesh": {**EP, "order": ["dp_shard"]}}, ["-mesh.order"]),
+    ("give it", {"mesh": {"dp_shard": 2, "tp": 2, "order": "auto"}}, ["mesh.ranks_per_host=2"]),
+    ("write each of", {"mesh": {"tp": 2, "order": ["tpp"]}}, ["mesh.order=['tp']"]),
+    ("write each of", {"mesh": {"pp": 2, "tp": 2, "order": ["tp", "pp"]}}, ["mesh.order=['pp', 'tp']"]),
+    (
+        "write dp_shard before cp",
+        {"mesh": {"dp_shard": 2, "cp": 2, "order": ["cp", "dp_shard"]}},
+        ["mesh.order=['dp_shard', 'cp']"],
+    ),
+    ("leave it out", {"communication": {"async_tensor_parallel": "auto"}}, ["-communication.async_tensor_parallel"]),
+    (
+        'leave it out, or write styles = "auto-sequence"',
+        {"mesh": {"tp": 2}, "communication": {"async_tensor_parallel": "auto"}},
+        ["-communication.async_tensor_parallel", "styles=auto-sequence"],
+    ),
     # the sequence over ranks
     (
         "leave [context] out, or make mesh.cp at least 2",
@@ -862,6 +937,7 @@ ELSEWHERE = {
         *("blocks:check_saving", "adapters:check_adapter", "checks:_check_device", "checks:check_mesh"),
         *("blocks:check_compile", "memory:check_memory", "memory:check_states", "loss:check_objective"),
         *("build:_check_statistics", "build:check_model_section", "unused_keys:check_profile"),
+        "homes:check_home_values",
     ),
     "test_dry_run.py::test_what_can_not_be_played_is_refused": ("api:spread_over",),
     "test_weights.py::test_a_plan_for_another_framework": ("checks:check_platform",),

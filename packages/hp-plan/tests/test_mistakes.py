@@ -210,7 +210,7 @@ def test_values_of_the_command_line_are_those_of_a_file():
     assert origins["model.overrides.hidden_size"] == (64, "command line")
     listed = {key for key in origins if not key.startswith(("styles", "model.overrides"))}
     known = {f"{name}.{item.name}" for name, section in SECTIONS.items() for item in fields(section)}
-    assert listed == known - {"model.overrides"}
+    assert listed == known - {"model.overrides", "communication.wire", "memory.homes"}  # tables, which are empty
 
 
 @pytest.mark.parametrize(

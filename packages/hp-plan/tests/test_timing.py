@@ -10,7 +10,7 @@ from dry_plans import USUAL
 
 from hp_plan import Hardware, ParallelPlan, dry_run, probe, tune
 from hp_plan.torch.dry.ledger import kernel_key
-from hp_plan.torch.timing.kernels import call_of, time_kernels
+from hp_plan.torch.timing.kernels import call_of, cold_sets, time_kernels
 from hp_plan.torch.timing.probing import level_of
 from hp_plan.torch.timing.ranks import time_steps
 from hp_platform import get_platform
@@ -54,6 +54,16 @@ def test_offsets_of_a_grouped_product_share_out_its_rows() -> None:
     assert args[2].tolist() == [4, 8]
 
 
+def test_calls_go_round_sets_of_tensors_that_caches_do_not_hold() -> None:
+    args, kwargs = [[torch.rand(1 << 20).as_strided((1 << 10, 1 << 10), (1, 1 << 10))], 2], {"out": torch.ones(3)}
+    sets = cold_sets(args, kwargs)
+    assert len(sets) == 8 and sets[0] == (args, kwargs)
+    for (tensor,), number in (each for each, _ in sets[1:]):
+        assert number == 2 and torch.equal(tensor, args[0][0]) and tensor.stride() == (1, 1 << 10)
+    assert len({each[0][0].data_ptr() for each, _ in sets}) == 8
+    assert len(cold_sets([torch.ones(1 << 24)], {})) == 1 and len(cold_sets([1], {})) == 1
+
+
 def test_kernels_that_can_not_be_called_alone_are_left_out() -> None:
     good = kernel_key(aten.mm.default, (torch.ones(2, 3), torch.ones(3, 4)), {})
     seconds = time_kernels([good, "aten.mm.default(float32[2,3|3,1], float32[7,4|4,1])", "aten.none.default()"], 1)
@@ -75,7 +85,7 @@ def test_a_level_is_found_from_the_seconds_of_its_gathers() -> None:
 
 def test_a_machine_is_measured_and_kept(tmp_path: Path) -> None:
     measured = probe(2)
-    assert measured.device == get_platform().devices.name() and not measured.asynchronous
+    assert measured.device == get_platform().devices.name() and measured.kind == "cpu"
     assert {"float32", "bfloat16"} <= measured.flops.keys()
     measured.write(tmp_path / "own.toml")
     assert Hardware.load(tmp_path / "own.toml") == measured

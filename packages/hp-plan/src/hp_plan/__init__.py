@@ -11,11 +11,12 @@ from hp_plan.application import apply
 from hp_plan.checks.verification import ModuleDifference, VerifyResult
 from hp_plan.dry.report import DryReport
 from hp_plan.dry.simulated import Simulated
-from hp_plan.linting import lint
+from hp_plan.linting import lint, order_axes
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.sections import (
     AdapterSection,
+    CommunicationSection,
     CompileSection,
     ContextSection,
     DataSection,
@@ -39,6 +40,7 @@ from hp_platform.extend import lazy_exports
 
 __all__ = [
     "AdapterSection",
+    "CommunicationSection",
     "CompileSection",
     "ContextSection",
     "DataSection",
@@ -72,6 +74,7 @@ __all__ = [
     "dry_run",
     "fit",
     "lint",
+    "order_axes",
     "probe",
     "simulate_rank",
     "tune",

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import hp_dtensor
 import hp_fsdp
 import hp_offload
+import hp_onesided
 import hp_pipeline
 import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
@@ -23,17 +24,20 @@ from hp_pipeline import PipelineSchedule
 from hp_plan.checks.alike import SharedSamples, agree_on_plan, check_deterministic, take_first_weights
 from hp_plan.checks.checks import check_fsdp, check_mesh, check_model, check_platform
 from hp_plan.features.blocks import check_compile, check_saving, compile_blocks, save_less
+from hp_plan.features.communication import check_communication, host_axis, wire_of
 from hp_plan.features.experts import check_expert_options, expert_styles, spread_experts, with_expert_axes
+from hp_plan.features.homes import check_home_values, place_homes
+from hp_plan.features.overlap import check_overlap, overlapped
 from hp_plan.features.pipelines import check_pipeline, check_split, choose_order
 from hp_plan.features.sequences import check_context
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
-from hp_plan.reading.diagnostics import Diagnostic
+from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.structure.memory import check_memory, check_states, memory_left
 from hp_plan.structure.outline import ModelOutline, block_lists, matches
 from hp_plan.structure.style_tables import choose_styles
 from hp_platform import get_platform
-from hp_platform.extend import agree, inside_launcher, launch_command, share_bytes
+from hp_platform.extend import agree, inside_launcher, launch_command, set_transport, share_bytes
 from hp_styles import ContextParallel, parallelize_module
 
 Model = TypeVar("Model")
@@ -67,6 +71,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
         ValueError: on all ranks: their plans or the shapes of their models differ, or one of them has diagnostics.
         RuntimeError: there is no process group, and no launcher set up the environment to create one.
     """
+    set_transport(plan.communication.transport)
     _ensure_process_group(plan)
     platform, port = get_platform(), models()
     ranks = mesh.size() if mesh is not None else platform.groups.size()
@@ -77,8 +82,9 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
 
     def diagnose() -> list[Diagnostic]:
         found = [*check_platform(plan), *check_mesh(plan, ranks), *check_pipeline(plan), *check_fsdp(plan)]
-        found += [*check_memory(plan), *check_states(plan), *check_context(plan), *check_deterministic(plan)]
-        found += [*check_saving(plan), *check_expert_options(plan), *check_compile(plan)]
+        found += [*check_memory(plan), *check_home_values(plan), *check_states(plan), *check_context(plan)]
+        found += [*check_deterministic(plan), *check_saving(plan), *check_expert_options(plan), *check_compile(plan)]
+        found += [*check_overlap(plan), *check_communication(plan)]
         found += [*check_model(plan, outline), *check_split(plan, model)]
         return [each for each in found if not each.key.startswith("data.")]  # which `apply` does not read
 
@@ -87,8 +93,9 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     activations = None if plan.memory.budget is None else memory_left(plan, outline)
     axes = plan.mesh.axes
     if mesh is None:
-        mesh = init_device_mesh(platform.devices.kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        mesh = _mesh_of(plan)
     _check_mesh(mesh, axes)
+    _check_hosts(plan, mesh)
     port.sum_beside_parameters(model)
     if "cp" in axes:
         port.spread_attention(model)
@@ -199,17 +206,18 @@ def _distribute(
     spread = spread_experts(port.base(model), plan, mesh, outline, experts)
     if "tp" in axes:
         dense = {name: style for name, style in styles.items() if name not in experts}
-        parallelize_module(port.base(model), mesh["tp"], dense)
+        parallelize_module(port.base(model), mesh["tp"], overlapped(plan, dense, outline))
     port.shard_adapters(model)
     if "tp" in axes:
         port.replicate_rest(model, mesh["tp"])
         port.keep_border_plain(model, mesh["tp"], plain)
     if "cp" in axes:
         _spread_attention(model, plan, mesh, outline, here)
-    if plan.mesh.shard_axes:
+    if plan.mesh.shard_axes and not plan.memory.homes:  # which one rank has, with plain parameters
         _shard(model, plan, mesh, outline, spread, here, alone)
     save_less(port.base(model), plan, outline, here)
     compile_blocks(port.base(model), plan, outline, here)
+    place_homes(model, plan)
 
 
 def _spread_attention(
@@ -263,6 +271,9 @@ def _shard(
         if name and name in here and grouped:
             hp_fsdp.fully_shard(module, **{**options, **spread.get(name, {})})
     hp_fsdp.fully_shard(model, **options)
+    wire = wire_of(plan)
+    if wire is not None:
+        model.set_custom_all_reduce(functools.partial(hp_onesided.all_reduce, wire=wire))
 
 
 def _describe(pipelined: Any, model: Any, outline: ModelOutline) -> None:
@@ -298,6 +309,25 @@ def _ensure_process_group(plan: ParallelPlan) -> None:
             f"{launch_command(platform.name, count)}, or call hp_platform.init_process_group() first"
         )
     hp_platform.init_process_group()
+
+
+def _mesh_of(plan: ParallelPlan) -> DeviceMesh:
+    kind, axes = get_platform().devices.kind, plan.mesh.axes
+    if not plan.mesh.order:
+        return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return DeviceMesh(kind, plan.mesh.rank_grid(), tuple(axes))
+
+
+def _check_hosts(plan: ParallelPlan, mesh: DeviceMesh) -> None:
+    """Refuse, on all ranks alike, a wire along an axis whose ranks share a host, now that hosts are known."""
+    try:
+        found = [
+            host_axis(axis, dtype) for axis, dtype in plan.communication.wire.items() if mesh.level(axis) == "host"
+        ]
+    except RuntimeError:  # they are not: in a dry run
+        return
+    if found:
+        raise PlanError(found)
 
 
 def _check_mesh(mesh: DeviceMesh, axes: Mapping[str, int]) -> None:

@@ -6,10 +6,12 @@ from hp_plan.checks.alike import draws
 from hp_plan.checks.verification import TORCH_ONLY
 from hp_plan.dry.picture import draw_memory
 from hp_plan.features.adapters import saved_name
+from hp_plan.features.communication import notes as traffic_notes
+from hp_plan.features.communication import with_order
 from hp_plan.features.loss import cut_rows, share_out
 from hp_plan.features.optimizers import multiple_of_first
 from hp_plan.features.pipelines import Choice, Outlook, outlook
-from hp_plan.linting import UNREAD, Report, examine, memory_shortage
+from hp_plan.linting import UNREAD, Report, examine, memory_shortage, refuse_by_itself
 from hp_plan.plan import data_parallel_place, data_parallel_rows, json_schema, read_plan, read_toml
 from hp_plan.port import build, verifier
 from hp_plan.reading.diagnostics import near_misses
@@ -50,10 +52,13 @@ __all__ = [
     "override",
     "read_plan",
     "read_toml",
+    "refuse_by_itself",
     "saved_name",
     "settings",
     "share_out",
     "style_notes",
+    "traffic_notes",
     "verifier",
     "vocabulary",
+    "with_order",
 ]

@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any
 
 from hp_plan.checks.checks import check_model, check_plan, check_platform
+from hp_plan.features.communication import check_communication, with_order
 from hp_plan.features.pipelines import check_split
 from hp_plan.plan import ParallelPlan, read_plan, read_toml
 from hp_plan.port import build, models
@@ -123,7 +124,52 @@ def examine(
     except PlanError as error:  # what the model declares of itself is wrong
         return Report(plan, (*diagnostics, *error.diagnostics))
     diagnostics += [*check_model(plan, outline), *check_budget(plan, outline), *check_split(plan, model)]
+    if plan.mesh.order == "auto" and not diagnostics:
+        diagnostics += check_communication(with_order(plan, outline))
     return Report(plan, tuple(diagnostics), outline)
+
+
+def refuse_by_itself(plan: ParallelPlan, diagnostics: list[Diagnostic], world_size: int | None = None) -> None:
+    """Refuse a plan that is wrong whatever its model is, before the framework and the model's code are imported.
+
+    The import takes seconds. `examine` finds what is wrong with the model as well.
+
+    Args:
+        plan: the plan.
+        diagnostics: those of reading it.
+        world_size: as `lint` takes it.
+
+    Raises:
+        PlanError: it has all that is wrong with the plan by itself.
+    """
+    found = [*diagnostics, *check_platform(plan), *check_plan(plan, world_size)]
+    if found:
+        raise PlanError(found)
+
+
+def order_axes(plan: ParallelPlan) -> ParallelPlan:
+    """Choose the order of a mesh's axes for `[mesh] order = "auto"`: that by which the fewest bytes go between hosts.
+
+    It depends on the plan and the shapes of its model alone, so each rank may call it for itself. Nothing but the
+    choice can be trained: rows of data depend on it.
+
+        plan = order_axes(ParallelPlan.from_toml("plan.toml"))
+
+    Args:
+        plan: the plan, with `mesh.ranks_per_host`. Its model is built without weights, so its code is run.
+
+    Returns:
+        The plan with the order; the same plan where it has another one than "auto".
+
+    Raises:
+        PlanError: something is wrong with the plan.
+    """
+    if plan.mesh.order != "auto":
+        return plan
+    report = examine(plan, [], run_model_code=True)
+    if report.diagnostics or report.model is None:
+        raise PlanError(report.diagnostics)
+    return with_order(plan, report.model)
 
 
 def _without(plan: ParallelPlan, overrides: set[str]) -> ParallelPlan:

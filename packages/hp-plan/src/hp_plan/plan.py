@@ -15,6 +15,7 @@ from hp_plan.reading.diagnostics import Diagnostic, PlanError, near_misses
 from hp_plan.reading.tables import read_section, sections_named, table_of
 from hp_plan.sections import (
     AdapterSection,
+    CommunicationSection,
     CompileSection,
     ContextSection,
     DataSection,
@@ -39,6 +40,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelSection,
     "adapter": AdapterSection,
     "mesh": MeshSection,
+    "communication": CommunicationSection,
     "context": ContextSection,
     "pipeline": PipelineSection,
     "fsdp": FsdpSection,
@@ -83,6 +85,7 @@ class ParallelPlan:
         styles: tensor parallel styles by module name pattern (`{"model.layers.*.mlp.down_proj": "rowwise"}`; each
             `*` stays inside one dotted part), or `"auto"`: the model's own table, or `"auto-sequence"`: that with
             sequence parallel between the blocks.
+        communication: what collectives go through, how gradients travel between hosts, and what goes on under products.
         context: how attention is spread over the axis `cp`.
         pipeline: the stages of the ranks on the axis `pp`, and their schedule.
         fsdp: the modules that are sharded together, and options.
@@ -106,6 +109,7 @@ class ParallelPlan:
     adapter: AdapterSection = field(default_factory=AdapterSection)
     mesh: MeshSection = field(default_factory=MeshSection)
     styles: str | Mapping[str, str] = "auto"
+    communication: CommunicationSection = field(default_factory=CommunicationSection)
     context: ContextSection = field(default_factory=ContextSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     fsdp: FsdpSection = field(default_factory=FsdpSection)

@@ -221,6 +221,7 @@ RECOMPUTE = ["model.layers.*.mlp"]
         ("leave [adapter] out, or train on PyTorch", {"adapter": {"kind": "lora"}}, [{"adapter": {}}]),
         ("leave [compile] out", {"compile": {"blocks": ["model.layers.*"]}}, [{"compile": {}}]),
         ("leave [memory] out", {"memory": {"budget": "20GiB"}}, [{"memory": {}}]),
+        ("leave it out; memory.swap", {"memory": {"homes": {RECOMPUTE[0]: "host"}}}, [{"memory": {"swap": RECOMPUTE}}]),
         ("shard the states", {"optimizer": {"name": "adamw8bit"}}, [{"optimizer": {}, "mesh": {"dp_shard": 2}}]),
         (
             "or train on PyTorch",

@@ -29,7 +29,8 @@ from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_platform import collectives, get_platform
 from hp_platform.extend import agree, launcher_place, say_once, share_bytes
 
-_SECTIONS = ("mesh", "styles", "context", "pipeline", "fsdp", "experts", "memory", "compile")  # that `apply` reads
+# Those that `apply` reads.
+_SECTIONS = ("mesh", "styles", "communication", "context", "pipeline", "fsdp", "experts", "memory", "compile")
 _SHOWN = 3  # names in a text
 
 

@@ -11,6 +11,7 @@ from hp_plan.checks.alike import check_deterministic
 from hp_plan.checks.unused_keys import check_best, check_profile, check_unused_keys, check_validation
 from hp_plan.features.adapters import check_adapter
 from hp_plan.features.blocks import check_activations, check_compile, check_compiled, check_saving
+from hp_plan.features.communication import check_communication
 from hp_plan.features.experts import (
     EXPERT_STYLES,
     check_auxiliary_loss,
@@ -18,8 +19,10 @@ from hp_plan.features.experts import (
     check_expert_options,
     check_experts,
 )
+from hp_plan.features.homes import check_home_values, check_homes
 from hp_plan.features.loss import check_accumulation, check_balance, check_objective, check_scores
 from hp_plan.features.optimizers import check_group_values, check_groups, check_tied_groups
+from hp_plan.features.overlap import check_overlap, check_overlapped
 from hp_plan.features.pipelines import check_pipeline
 from hp_plan.features.sequences import (
     check_answers,
@@ -162,7 +165,7 @@ def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     diagnostics += [*_check_optimizer(plan, model), *check_attention(plan, model, blocks_of(model))]
     diagnostics += [*check_packing(plan, model), *check_answers(plan, model), *check_balance(plan, model)]
     diagnostics += check_scores(plan, model)
-    diagnostics += [*check_activations(plan, model), *check_compiled(plan, model)]
+    diagnostics += [*check_activations(plan, model), *check_compiled(plan, model), *check_homes(plan, model)]
     if plan.mesh.tp == plan.mesh.ep == 1 and isinstance(plan.styles, str):
         return diagnostics  # No table is looked up where none is used.
     try:
@@ -175,6 +178,7 @@ def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
         *_check_tied(choice, model),
         *check_experts(plan, choice.by_name, model),
         *check_scattered(plan, choice.by_name, model),
+        *check_overlapped(plan, choice.by_name, model),
         *diagnostics,
     ]
 
@@ -346,9 +350,12 @@ _OF_NUMBERS = (
     check_unused_keys,
     check_pipeline,
     check_fsdp,
+    check_communication,
     check_memory,
+    check_home_values,
     check_states,
     check_context,
+    check_overlap,
     check_sequence,
     check_accumulation,
     check_deterministic,

@@ -44,5 +44,5 @@ def draw_memory(rank: RankReport, path: str | os.PathLike[str]) -> None:
                   ha="right")  # fmt: skip
     place = ", ".join(f"{axis} {number}" for axis, number in rank.coordinates.items())
     axes.set(xlabel="operation of the step", ylabel="MiB", title=f"rank {rank.rank} ({place})", xlim=(0, None))
-    axes.legend(loc="upper right", ncols=2, fontsize=7, frameon=False)
+    figure.legend(loc="outside lower center", ncols=len(kinds), fontsize=7, frameon=False)
     figure.savefig(path)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hp_offload.extend import size
 from hp_plan.dry.trace import Trace
+from hp_plan.features.communication import AxisTraffic
+from hp_plan.features.communication import lines as traffic_lines
 
 KINDS = ("weights", "gradients", "states", "gathered", "saved", "temporary", "host")
 """Of memory: parameters and buffers; their gradients; the optimizer's states; buffers of gathered parameters; what
@@ -111,6 +115,8 @@ class DryReport:
         ranks: those that were played.
         machine: the name of one that was asked for; "" without.
         room: bytes of its device for a plan, None without.
+        traffic: what goes along the axes in a step of the fullest rank.
+        usual: where the plan has an order of axes, the bytes that would come from other hosts without; else None.
     """
 
     mesh: str
@@ -118,6 +124,8 @@ class DryReport:
     ranks: tuple[RankReport, ...]
     machine: str = ""
     room: int | None = None
+    traffic: tuple[AxisTraffic, ...] = ()
+    usual: float | None = None
 
     @property
     def peak(self) -> int:
@@ -156,6 +164,12 @@ class DryReport:
             lines.append(f"  {size(held.bytes):>9}  {held.count:>4} of [{shape}], {held.kind}, {origin}"[:80])
         lines += ["", f"{size(fullest.rest)} between steps, {_flops(fullest.trace.flops)} a step"]
         lines += self._messages(fullest)
+        if self.traffic:
+            told = (textwrap.wrap(line, 80, subsequent_indent="  ") for line in traffic_lines(self.traffic))
+            lines += ["", *itertools.chain.from_iterable(told)]
+        if self.usual is not None:
+            between = size(round(sum(each.between for each in self.traffic)))
+            lines.append(f"{between} come from other hosts, {size(round(self.usual))} in the usual order of the axes")
         assumed = {(each.what, each.where) for rank in self.ranks for each in rank.assumed}
         if assumed:
             lines += ["", "assumed of values that are not there:"]

@@ -25,7 +25,6 @@ def base(model: nn.Cell) -> nn.Cell:
 
 
 def named_modules(model: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
-    """List every Cell by its name, the model itself first, as `""`."""
     return model.cells_and_names()
 
 
@@ -46,12 +45,10 @@ def is_empty(model: nn.Cell) -> bool:
 
 
 def dtype(name: str | None) -> Any:
-    """Return the dtype of a name; None for None."""
     return None if name is None else getattr(mindspore, name)
 
 
 def outline(model: nn.Cell) -> ModelOutline:
-    """Read the model's names, kinds and shapes."""
     places: dict[int, list[str]] = {}
     for name, parameter in named_parameters(model):
         places.setdefault(id(parameter), []).append(name)
@@ -86,7 +83,6 @@ def example(rows: int, tokens: int) -> dict[str, Tensor]:
 
 
 def replicate_rest(model: nn.Cell, mesh: DeviceMesh) -> None:
-    """Turn the parameters that no style has sharded into replicated DTensors."""
     for _, module in named_modules(model):
         replicate_parameters(module, mesh)
     watch_optimizers()  # one that was made before has whole states
@@ -111,7 +107,6 @@ def keep_border_plain(model: nn.Cell, mesh: DeviceMesh, plain: Callable[[Any], A
 
 
 def compare_samples(model: nn.Cell, compare: Compare) -> None:
-    """Compare the model's inputs between the ranks that share samples, before anything is computed with them."""
     construct = vars(model).get("construct") or type(model).construct.__get__(model)
 
     def of_same_samples(*inputs: Any, **keywords: Any) -> Any:
@@ -185,7 +180,6 @@ def named_tensors(model: nn.Cell) -> Iterator[tuple[str, Parameter]]:
 
 
 def describe(tensor: Tensor) -> str:
-    """Return shape and dtype as a text."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).lower()}"
 
 
@@ -195,7 +189,6 @@ def is_comparable(value: Any) -> bool:
 
 
 def digests(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a number for each tensor that differs where contents do."""
     return [_digest(tensor) for tensor in tensors]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hp_plan.sections.distribution import (
     AXES,
+    CommunicationSection,
     ContextSection,
     ExpertsSection,
     FsdpSection,
@@ -28,6 +29,7 @@ from hp_plan.sections.running import (
 __all__ = [
     "AXES",
     "AdapterSection",
+    "CommunicationSection",
     "CompileSection",
     "ContextSection",
     "DataSection",

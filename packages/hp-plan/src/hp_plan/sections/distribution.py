@@ -1,10 +1,13 @@
-"""`[mesh]`, `[context]`, `[pipeline]`, `[fsdp]` and `[experts]`: ranks, and how they share a model."""
+"""`[mesh]`, `[communication]`, `[context]`, `[pipeline]`, `[fsdp]` and `[experts]`: how ranks share a model."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from hp_plan.reading.tables import at_least
 
@@ -25,6 +28,12 @@ class MeshSection:
         ep: expert parallel: over how many ranks experts are spread, of the `dp_shard * cp * tp` that share a copy of
             the model. It is a second view of those ranks (folding), so it adds none: the others of them,
             `dp_shard * cp * tp / ep`, share the experts of one rank.
+        ranks_per_host: consecutive ranks that share a host; none is not known. What `order = "auto"`, and the bytes
+            between hosts that `lint` and `dryrun` tell, go by. Where ranks are in a run, they find out themselves.
+        order: the axes from the outermost, whose neighbours are farthest apart, to the innermost; `pp` comes first,
+            then those that are not named; `dp_shard` before `cp`. None is the usual one: `pp`, `dp_replicate`,
+            `dp_shard`, `cp`, `tp`. `auto` is the one by which the fewest bytes go between hosts, by estimates of what
+            each axis sends.
     """
 
     dp_replicate: int = at_least(1, 1)
@@ -33,6 +42,8 @@ class MeshSection:
     tp: int = at_least(1, 1)
     pp: int = at_least(1, 1)
     ep: int = at_least(1, 1)
+    ranks_per_host: int | None = at_least(1, None)
+    order: Literal["auto"] | tuple[str, ...] = ()
 
     @property
     def axes(self) -> dict[str, int]:
@@ -78,9 +89,33 @@ class MeshSection:
         {'pp': 1, 'dp_shard': 1, 'tp': 0}
         """
         places = {}
-        for name, size in reversed(self.axes.items()):
-            rank, places[name] = divmod(rank, size)
-        return {name: places[name] for name in self.axes}
+        axes = self.axes
+        for name in reversed(self.axis_order):
+            rank, places[name] = divmod(rank, axes[name])
+        return {name: places[name] for name in axes}
+
+    def rank_grid(self) -> np.ndarray:
+        """Return the ranks as an array with the axes of `axes`, in that order.
+
+        >>> MeshSection(dp_shard=2, tp=2, order=("tp", "dp_shard")).rank_grid().tolist()
+        [[0, 2], [1, 3]]
+
+        Raises:
+            RuntimeError: `order` is "auto", and was not chosen yet.
+        """
+        order, axes = self.axis_order, self.axes
+        grid = np.arange(self.world_size).reshape([axes[name] for name in order])
+        return grid.transpose([order.index(name) for name in axes])
+
+    @property
+    def axis_order(self) -> tuple[str, ...]:
+        """The axes from the outermost to the innermost, as ranks are counted; RuntimeError where none was chosen."""
+        if self.order == "auto":
+            raise RuntimeError(
+                '[mesh] order = "auto" was not chosen yet: train plan = hp_plan.order_axes(plan) in place of this plan.'
+            )
+        named = [name for name in self.order if name in self.axes]
+        return tuple(sorted(self.axes, key=lambda name: (name != "pp", named.index(name) if name in named else -1)))
 
 
 @dataclass(frozen=True)
@@ -175,3 +210,23 @@ class ExpertsSection:
     chunks: int = at_least(1, 1)
     slots: int = at_least(0, 0)
     every: int = at_least(1, 50)
+
+
+@dataclass(frozen=True)
+class CommunicationSection:
+    """What collectives go through, how gradients travel between hosts, what goes on under products; see hp-onesided.
+
+    Attributes:
+        transport: `auto` goes through memory where ranks share a host, and through the backend elsewhere; `backend`
+            always through the backend.
+        wire: axis = dtype, `dp_replicate` alone: its gradients are sent as `bf16`, or as `int8` or `e4m3` in blocks
+            of 128 with a scale, and summed in float32. Refused where its ranks share a host.
+        async_tensor_parallel: `auto` lets the reduce-scatter of a layer's output along the sequence (`auto-sequence`,
+            and the styles that scatter) go on under the layer's product, where `hp_onesided.choose` says that it can:
+            on GPUs and NPUs, where it was never run; on CPUs it gains nothing, and nothing changes. `off` does one
+            after the other.
+    """
+
+    transport: Literal["auto", "backend"] = "auto"
+    wire: Mapping[str, str] = field(default_factory=dict)
+    async_tensor_parallel: Literal["auto", "off"] = "off"

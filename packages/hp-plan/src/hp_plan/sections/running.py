@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hp_optim.extend import decayed
@@ -234,12 +235,18 @@ class MemorySection:
             first step makes (`hp_offload.fit_memory`). None keeps everything.
         recompute: patterns of modules that backward computes again, in place of what they save for it.
         swap: patterns of modules whose saved activations wait on the host.
+        homes: where the parameters of modules live, with their gradients and optimizer states, by pattern:
+            `{"model.layers.*" = "host"}`. They visit the device when they are used (`hp_offload.place`); on one rank.
+        cache: bytes of the device for parameters that visit, such as `"4GiB"`. None is twice the largest module of
+            `homes`.
         bandwidth: between device and host, bytes a second in each direction; 0 swaps nothing.
     """
 
     budget: str | None = None
     recompute: tuple[str, ...] = ()
     swap: tuple[str, ...] = ()
+    homes: Mapping[str, str] = field(default_factory=dict)
+    cache: str | None = None
     bandwidth: float = at_least(0.0, 25e9)
 
 

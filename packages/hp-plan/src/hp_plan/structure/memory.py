@@ -7,6 +7,7 @@ from math import prod
 from hp_offload.extend import parse_size, size
 from hp_optim.extend import is_hidden_matrix
 from hp_plan.features.experts import replicas
+from hp_plan.features.homes import cache_elements, elements_at_home
 from hp_plan.features.loss import has_copy
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
@@ -27,11 +28,16 @@ def training_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
     """
     if plan.fsdp.offload:  # but for what is gathered
         return _waiting(plan, model) * BYTES[plan.run.dtype]
+    if plan.memory.homes:
+        visiting = cache_elements(plan, model) * BYTES[plan.run.dtype]
+        return _trained_bytes(plan, model) - host_bytes(plan, model) + visiting
     return _trained_bytes(plan, model)
 
 
 def host_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
     """Estimate the bytes of the same that are on the host."""
+    if plan.memory.homes:
+        return int(_trained_bytes(plan, model) * elements_at_home(plan, model) / max(1, model.elements))
     return _trained_bytes(plan, model) if plan.fsdp.offload else 0
 
 
@@ -140,4 +146,5 @@ def memory_left(plan: ParallelPlan, outline: ModelOutline) -> int:
     message = (
         f"got {plan.memory.budget}, and weights, gradients and optimizer states take {size(own)} of it on each rank"
     )
-    raise PlanError([Diagnostic("memory.budget", message, "raise the budget, or mesh.dp_shard or mesh.tp")])
+    homes = ", or give blocks memory.homes in its place" if plan.mesh.world_size == 1 else ""
+    raise PlanError([Diagnostic("memory.budget", message, f"raise the budget, or mesh.dp_shard or mesh.tp{homes}")])

@@ -37,7 +37,6 @@ _BALANCE = ("router_aux_loss_coef", "num_experts_per_tok")
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """List every module by its name, the model itself first, as `""`."""
     return model.named_modules()
 
 
@@ -47,7 +46,6 @@ def is_empty(model: nn.Module) -> bool:
 
 
 def dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a name; None for None."""
     return None if name is None else getattr(torch, name)
 
 
@@ -142,7 +140,6 @@ def example(rows: int, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def replicate_rest(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Turn the parameters that no style has sharded into replicated DTensors; they stay the same objects."""
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor):
             become(parameter, distribute_tensor(parameter.detach(), mesh, [Replicate()]))
@@ -166,8 +163,6 @@ def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Plain) -> None:
 
 
 def compare_samples(model: nn.Module, compare: Compare) -> None:
-    """Compare the model's inputs between the ranks that share samples, before anything is computed with them."""
-
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_compiled("a plan with tp")
         compare(module.training, args, kwargs)
@@ -176,7 +171,6 @@ def compare_samples(model: nn.Module, compare: Compare) -> None:
 
 
 def spread_attention(model: nn.Module) -> None:
-    """Let attention that caps its logits be one that a context parallel style finds."""
     config = getattr(base(model), "config", None)
     if caps_logits(config) and config._attn_implementation == "eager":  # type: ignore[union-attr]
         library.capped_attention_of(base(model))
@@ -245,17 +239,14 @@ def adapt_library_methods(model: nn.Module, *, tensor_parallel: bool) -> None:
 
 
 def compilers() -> list[str]:
-    """List the backends of torch.compile."""
     return torch.compiler.list_backends(exclude_tags=())
 
 
 def compile(module: nn.Module, backend: str) -> None:
-    """Compile a module into one graph, in its first call."""
     module.compile(backend=backend, fullgraph=True)
 
 
 def balance_all_tokens(model: nn.Module) -> None:
-    """Let a model's load balancing loss be that of the tokens of all ranks."""
     global_auxiliary_loss(base(model))
 
 
@@ -289,24 +280,20 @@ _ROW = 1024  # numbers of 8 bytes
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """List parameters and buffers, each once."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return shape and dtype as a text."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def is_comparable(value: Any) -> bool:
-    """Return True for a plain tensor with memory."""
     plain = type(value) in (torch.Tensor, nn.Parameter, nn.Buffer)
     return plain and not value.is_meta and value.layout is torch.strided and not value.is_quantized
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return a number for each tensor that differs where contents do."""
     return [int(each) for each in [digest(tensor) for tensor in tensors]]  # all are begun before one is waited for
 
 

@@ -47,7 +47,9 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
     Raises:
         PlanError: the plan doesn't fit its model or the number of ranks.
     """
-    uncompiled = ("blocks ran uncompiled, as modules in them are compared",) if plan.compile.blocks else ()
+    left_out = ("blocks ran uncompiled, as modules in them are compared",) if plan.compile.blocks else ()
+    if plan.communication.wire:
+        left_out += ("gradients between replicas were sent as they are, without [communication] wire",)
     plan = _in_float64(plan)
     with Float64() as mode:
         device = get_platform().devices.current_device()
@@ -83,7 +85,7 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
         f"ranks that each run the whole model in one process differ, first in {result.first or 'its loss'!r}: it reads"
         " the rank, or draws at random; nothing was run under the plan in this step"
     )
-    return dataclasses.replace(result, notes=(*mode.notes, *uncompiled, *(() if alike else (unlike,))))
+    return dataclasses.replace(result, notes=(*mode.notes, *left_out, *(() if alike else (unlike,))))
 
 
 def refusal_under_cp(plan: ParallelPlan) -> str | None:
@@ -205,7 +207,8 @@ def _leaves_out(plan: ParallelPlan, model: nn.Module) -> bool:
 
 
 def _in_float64(plan: ParallelPlan) -> ParallelPlan:
-    plan = dataclasses.replace(plan, compile=CompileSection())
+    communication = dataclasses.replace(plan.communication, wire={})
+    plan = dataclasses.replace(plan, compile=CompileSection(), communication=communication)
     fsdp = dataclasses.replace(plan.fsdp, param_dtype=None, reduce_dtype=None)
     run = dataclasses.replace(plan.run, dtype="float64")
     memory = MemorySection()

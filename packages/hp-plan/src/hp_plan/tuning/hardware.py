@@ -32,6 +32,7 @@ import numpy as np
 from hp_offload.extend import parse_size
 from hp_plan.reading.diagnostics import close_names
 
+KINDS_OF_DEVICE = ("cpu", "cuda", "npu")
 Number = Any
 """A number, or an array of them."""
 
@@ -68,11 +69,12 @@ class Hardware:
         launch: seconds from one kernel's end to the next one's begin.
         host: seconds that the host takes to issue an operation.
         levels: of the network, innermost first.
-        asynchronous: kernels run while the host issues the next ones; False on a CPU, which does both in turn.
+        kind: of its devices: "cuda" (default), "npu", or "cpu", which computes and issues operations in turn.
         device: the maker's name of the device that `probe` measured; "" of published figures.
 
     Raises:
-        ValueError: a number that is not positive, no level, or a level that is faster or smaller than one inside it.
+        ValueError: an unknown kind, a number that is not positive, no level, or a level that is faster or smaller than
+            one inside it.
     """
 
     name: str
@@ -83,7 +85,7 @@ class Hardware:
     launch: float
     host: float
     levels: tuple[Level, ...] = field(default=())
-    asynchronous: bool = True
+    kind: str = "cuda"
     device: str = ""
 
     def __post_init__(self) -> None:
@@ -93,6 +95,8 @@ class Hardware:
         for name, value in rates.items():
             if not value > 0:
                 raise ValueError(f"Hardware {self.name}: {name} is more than 0, got {value}.")
+        if self.kind not in KINDS_OF_DEVICE:
+            raise ValueError(f"Hardware {self.name}: kind is one of {', '.join(KINDS_OF_DEVICE)}, got {self.kind!r}.")
         if not self.levels or not self.flops:
             raise ValueError(f"Hardware {self.name}: needs one level of its network, and the rate of one dtype.")
         for inner, outer in zip(self.levels, self.levels[1:], strict=False):

@@ -11,15 +11,20 @@ operations of their own, and ranks of fewer blocks are read off the same curves.
 The best of these are played whole, each with its own sizes, so that their bytes are exact, and their kernels' seconds
 can be those that were measured.
 
-Kinds are visited in the order of a bound: no plan is faster than its blocks would be with nothing computed again,
-nothing gathered twice, and all gathers hidden, which the kind without stages, recompute and reshard has counted. Those
-whose bound is above the best plans' seconds are not traced.
+Kinds are visited in the order of a bound: no plan is faster than it would be in one micro-batch, without an optimizer,
+and with all messages of data parallel groups hidden; nor than on as many ranks with fewer of them on `tp` or `cp`, each
+with fewer samples, which then have fewer messages and cut up the same products. Four of the traces of a kind without
+stages tell this for all others that have multiples of its `tp` and `cp`. Kinds whose bound is above the best plans'
+seconds are not traced further. A kind whose small plans are refused falls out as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+import contextlib
+import heapq
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +33,7 @@ from numpy.typing import NDArray
 from hp_offload.extend import size
 from hp_plan.dry.trace import Trace
 from hp_plan.plan import ParallelPlan
+from hp_plan.reading.diagnostics import PlanError
 from hp_plan.tuning.curves import Curve, Growth, Point, Tally
 from hp_plan.tuning.hardware import Hardware
 from hp_plan.tuning.seconds import Priced, Seconds, count_work, price
@@ -41,6 +47,8 @@ _MORE = 4
 """Plans beyond those that are asked for which are played whole: their order may be another then."""
 _TALLIES = 0.01
 """By which part counts of a larger trace may be missed: they give seconds, which are counted by rates."""
+_UNKNOWN = np.iinfo(np.int64).max
+"""Bytes of plans of which nothing was traced."""
 
 
 class NothingFits(ValueError):
@@ -74,8 +82,17 @@ class Role:
     tally: Tally
 
 
-Curves = MutableMapping[tuple[Any, ...], tuple[Role, ...]]
-"""Kinds that were traced. One mapping is for one base plan and one model."""
+@dataclass(frozen=True)
+class Curves:
+    """What traces of one base plan and one model have told.
+
+    Attributes:
+        roles: of the kinds that were traced.
+        bounds: work in one micro-batch of kinds that bound others.
+    """
+
+    roles: dict[tuple[Any, ...], tuple[Role, ...]] = field(default_factory=dict)
+    bounds: dict[tuple[Any, ...], Tally] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +161,7 @@ def tune(
     hardware: Hardware,
     trace: Tracer,
     free: Collection[str] = (),
-    top: int = 10,
+    top: int = 5,
     curves: Curves | None = None,
     refuses: Callable[[ParallelPlan], bool] | None = None,
     whole: Callable[[ParallelPlan], Sequence[Trace]] | None = None,
@@ -182,7 +199,7 @@ def tune(
     space = enumerate_plans(tables, ranks, model, hardware, free=free)
     if not len(space):
         raise NothingFits(f"none of {space.searched} plans of {ranks} ranks is legal: {_counted(space.fell_out)}.")
-    search = _Search(space, hardware, trace, {} if curves is None else curves, play)
+    search = _Search(space, hardware, trace, Curves() if curves is None else curves, play)
     fell_out, best = search.best(top if whole is None else top + _MORE, refuses)
     if not best:
         raise NothingFits(search.shortage(fell_out))
@@ -206,7 +223,11 @@ class _Search:
     """A search of a space.
 
     Attributes:
-        traced: traces that were played.
+        bounds: seconds that no plan is below.
+        told: which kinds have told bounds of which schedule's plans.
+        traces: that were played, by kind, place and rank of pp.
+        refused: why small plans of a kind were.
+        traced: how many were.
     """
 
     def __init__(
@@ -219,6 +240,8 @@ class _Search:
     ) -> None:
         self.space, self.hardware, self.trace, self.play = space, hardware, trace, play
         self.curves, self.traced = curves, 0
+        self.bounds, self.told = np.zeros(len(space)), set[tuple[Kind, int]]()
+        self.traces: dict[tuple[Kind, Point, int], Trace] = {}
         self.dtype = _dtype(space.base)
         columns = space.columns
         shared = columns["dp_shard"] * columns["cp"] * columns["tp"] // columns["ep"]
@@ -233,7 +256,8 @@ class _Search:
         }
         self.many = bool((columns["micro_batches"] > 1).any())
         self.seconds = np.full(len(space), np.inf)
-        self.memory = np.zeros(len(space), dtype=np.int64)
+        self.memory = np.full(len(space), _UNKNOWN)
+        self.refused: dict[Kind, PlanError] = {}
         shards: dict[tuple[int, ...], set[int]] = {}
         for kind, members in self.members.items():
             shards.setdefault(_sizes_of(kind), set()).update(columns["dp_shard"][members].tolist())
@@ -248,12 +272,24 @@ class _Search:
             if count:
                 fell_out[reason] = fell_out.get(reason, 0) + count
 
-        for bound, kind in sorted((self._bound(kind), kind) for kind in self.members):
+        # Of those that tell as much, the one with shards; from few ranks on tp and cp to many.
+        tells = {kind[:4]: kind for kind in sorted(self.members) if not kind.schedule}.values()
+        order = sorted(tells, key=lambda kind: (kind.tp * kind.cp, kind))
+        queue = [(0.0, kind, tuple(each for each in order if _tells(each, kind))) for kind in sorted(self.members)]
+        while queue:
+            bound, kind, tellers = heapq.heappop(queue)
             members = self.members[kind]
             if len(found) == top and bound > found[-1][0] * (1 + 1e-6):
                 leave("slower by its bound", len(members))
                 continue
-            memory, priced = self._evaluate(kind, members)
+            if tellers:
+                heapq.heappush(queue, (max(bound, self._bound(kind, tellers[0])), kind, tellers[1:]))
+                continue
+            try:
+                memory, priced = self._evaluate(kind, members)
+            except PlanError:
+                leave("refused", len(members))
+                continue
             self.memory[members], self.seconds[members] = memory, priced.total
             fits = members[memory <= self.hardware.room]
             leave("memory", len(members) - len(fits))
@@ -274,6 +310,8 @@ class _Search:
         index = int(np.lexsort((np.arange(len(self.memory)), self.memory))[0])
         plan, excess = self.space.plan(index), int(self.memory[index]) - self.hardware.room
         message = f"none of {self.space.searched} plans of {self.space.ranks} ranks is left: {_counted(fell_out)}."
+        if self.memory[index] == _UNKNOWN:
+            return f"{message} The last one was refused: {[*self.refused.values()][-1]}"
         if excess <= 0:
             return message
         needs = f"{size(self.memory[index])} of {size(self.hardware.room)}, {size(excess)} too much"
@@ -304,7 +342,7 @@ class _Search:
                 seconds |= kernels(sorted(new))
             kind, members, priced = self._kind(index), np.array([index]), None
             for each in traces:
-                own = self._price(kind, members, count_work(each, seconds))
+                own = self._price(kind.schedule, members, count_work(each, seconds))
                 priced = own if priced is None else priced.slower(own)
             assert priced is not None, "a plan has a rank"
             candidate = self.candidate(index, memory, priced.one())
@@ -356,66 +394,97 @@ class _Search:
             if len(role.growths) > 1:
                 peaks = np.where(point.micro_batches == 1, role.growths[0].peak(point), peaks)
             memory = np.maximum(memory, peaks)
-            seconds = self._price(kind, members, role.tally.at(point))
+            seconds = self._price(kind.schedule, members, role.tally.at(point))
             priced = seconds if priced is None else priced.slower(seconds)
         assert priced is not None, "every kind has a role"
         return memory, priced
 
     def _price(
-        self, kind: Kind, members: NDArray[np.int64], work: Mapping[Any, Any], *, overlapped: bool = True
+        self,
+        schedule: int,
+        members: NDArray[np.int64],
+        work: Mapping[Any, Any],
+        mesh: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        overlapped: bool = True,
     ) -> Priced:
         columns = self.space.columns
         return price(
             work,
             self.hardware,
-            {axis: columns[axis][members] for axis in MESH},
+            {**{axis: columns[axis][members] for axis in MESH}, **mesh},
             dtype=self.dtype,
             micro_batches=columns["micro_batches"][members],
-            schedule=SCHEDULES[kind.schedule],
-            stages_a_rank=self.space.stages_a_rank[kind.schedule],
+            schedule=SCHEDULES[schedule],
+            stages_a_rank=self.space.stages_a_rank[schedule],
             overlapped=overlapped,
         )
 
-    def _bound(self, kind: Kind) -> float:
-        """Return seconds that no plan of a kind is below; 0 where the kind that tells them is none of the space."""
-        plain = kind._replace(recompute=0, reshard=0, schedule=0)
-        while plain not in self.members and plain.reshard == 0:
-            plain = plain._replace(reshard=1)
-        if plain not in self.members:
-            return 0.0
-        members = self.members[kind]
-        if plain == kind:
-            return float(self._evaluate(kind, members)[1].total.min())
-        tally, point = self._roles(plain)[0].tally, self._point(members)
+    def _bound(self, kind: Kind, teller: Kind) -> float:
+        """Return seconds that no plan of a kind is below, from the work of another in one micro-batch."""
+        if (teller, kind.schedule) not in self.told:
+            self.told.add((teller, kind.schedule))
+            told = [each for each in self.members if each.schedule == kind.schedule and _tells(teller, each)]
+            members = np.concatenate([self.members[each] for each in told])
+            with contextlib.suppress(PlanError):  # one that is refused tells nothing
+                self.bounds[members] = np.maximum(self.bounds[members], self._least(kind.schedule, teller, members))
+        return float(self.bounds[self.members[kind]].min())
+
+    def _least(self, schedule: int, teller: Kind, members: NDArray[np.int64]) -> NDArray[np.float64]:
+        shards = self.shards[_sizes_of(teller)]
+        key = (*teller, shards)
+        if key not in self.curves.bounds:
+            points = list(_outline(self.space, teller, shards))
+            traces = self._play(teller, points, (0,))
+            self.curves.bounds[key] = Tally.fit(points, [count_work(each) for each in traces])
+        tally, at, one = self.curves.bounds[key], self._point(members), np.ones(len(members), dtype=np.int64)
+        ranks = {axis: self.space.columns[axis][members] for axis in ("tp", "cp")}
+        fewer = teller.tp * teller.cp / (ranks["tp"] * ranks["cp"])
+        samples = at.micro_batch * at.micro_batches * fewer
+        point = replace(at, micro_batch=samples, micro_batches=one, shards=shards[0] * one, stages=one)
         work: Mapping[Any, Any] = tally.at(point)
-        if kind.schedule:  # a stage may have none of what is outside of blocks
+        if schedule:  # the slower of the first and the last stage has half of what is outside of blocks, or more
             outside = tally.at(replace(point, blocks=np.zeros_like(point.blocks)))
-            work = {name: value - outside[name] for name, value in work.items()}
-        return float(self._price(kind, members, work, overlapped=False).total.min())
+            work = {name: value - outside[name] / 2 for name, value in work.items()}
+        mesh = {"tp": teller.tp * one, "cp": teller.cp * one}
+        priced = self._price(schedule, members, work, mesh, overlapped=False)
+        return priced.total - priced.optimizer
 
     # ---- traces of a kind ----
+    def _play(self, kind: Kind, points: Sequence[Point], ends: Sequence[int]) -> list[Trace]:
+        """Return traces of the ranks at some ends at some points, end by end."""
+        if kind in self.refused:
+            raise self.refused[kind]
+        asked = [(kind, point, end) for end in ends for point in points]
+        new = [each for each in asked if each not in self.traces]
+        plans = [self._plan(kind, point) for _, point, _ in new]
+        places = [
+            {**dict.fromkeys(plan.mesh.axes, 0), **({"pp": end % point.stages} if kind.schedule else {})}
+            for plan, (_, point, end) in zip(plans, new, strict=True)
+        ]
+        self.traced += len(new)
+        try:
+            self.traces.update(zip(new, self.play(self.trace, plans, places), strict=True))
+        except PlanError as error:
+            self.refused[kind] = error
+            raise
+        return [self.traces[each] for each in asked]
+
     def _roles(self, kind: Kind) -> tuple[Role, ...]:
         """Return the ranks of a kind that decide: the one, or the first and the last stage."""
         shards = self.shards[_sizes_of(kind)]
         key = (*kind, shards, self.many)
-        if key not in self.curves:
+        if key not in self.curves.roles:
             grid, check = list(_grid(self.space, kind, shards, many=self.many)), _check(self.space, kind, shards)
             points = [*grid, check]
             ends = (0, -1) if kind.schedule else (0,)
-            plans = [self._plan(kind, point) for point in points]
-            places = [
-                {**dict.fromkeys(plan.mesh.axes, 0), **({"pp": end % point.stages} if kind.schedule else {})}
-                for end in ends
-                for plan, point in zip(plans, points, strict=True)
-            ]
-            traces = list(self.play(self.trace, plans * len(ends), places))
-            self.traced += len(traces)
+            traces = self._play(kind, points, ends)
             roles = []
             for end in range(len(ends)):
                 own = traces[end * len(points) : (end + 1) * len(points)]
                 roles.append(self._role(grid, own[:-1], check, own[-1]))
-            self.curves[key] = tuple(roles)
-        return self.curves[key]
+            self.curves.roles[key] = tuple(roles)
+        return self.curves.roles[key]
 
     def _plan(self, kind: Kind, point: Point) -> ParallelPlan:
         row = {
@@ -453,6 +522,12 @@ def _sizes_of(kind: Kind) -> tuple[int, ...]:
     return kind.tp, kind.cp, kind.ep, kind.sharded, kind.replicated, kind.experts_sharded
 
 
+def _tells(teller: Kind, kind: Kind) -> bool:
+    """Tell whether a kind bounds the seconds of another."""
+    fewer = kind.tp % teller.tp == kind.cp % teller.cp == 0 and teller.recompute <= kind.recompute
+    return fewer and teller.ep == kind.ep and not teller.schedule
+
+
 def _unit(space: Space, kind: Kind) -> int:
     """Return the least number of blocks of a rank."""
     return space.model.period * space.stages_a_rank[kind.schedule]
@@ -470,6 +545,14 @@ def _grid(space: Space, kind: Kind, shards: tuple[int, ...], *, many: bool) -> I
         if kind.schedule:
             for share in shards:
                 yield Point(2, space.length, share, 6, blocks, 2)
+
+
+def _outline(space: Space, kind: Kind, shards: tuple[int, ...]) -> Iterator[Point]:
+    """List those of a kind's points, without stages, that tell its work in one micro-batch at as many shards."""
+    few, *_ = shards
+    for point in _grid(space, kind, shards, many=False):
+        if point.shards == few:
+            yield point
 
 
 def _check(space: Space, kind: Kind, shards: tuple[int, ...]) -> Point:

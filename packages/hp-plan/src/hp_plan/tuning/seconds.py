@@ -255,7 +255,7 @@ def price(
     rate = hardware.rate(dtype)
     device = of("flops") / rate + of("moved") / hardware.bandwidth + of("kernels") * hardware.launch + of("measured")
     issued = of("operations") * hardware.host
-    compute = np.maximum(device, issued) if hardware.asynchronous else device + issued
+    compute = np.maximum(device, issued) if hardware.kind != "cpu" else device + issued
     moved, launched = of("moved", "optimizer"), of("kernels", "optimizer")
     optimizer = moved / hardware.bandwidth + launched * hardware.launch + of("measured", "optimizer")
     strides = strides_of(mesh)

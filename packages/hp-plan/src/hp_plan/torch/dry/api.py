@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +20,13 @@ from hp_plan.dry.report import DryReport, RankReport
 from hp_plan.dry.simulated import Simulated, check_bubble, estimate
 from hp_plan.dry.stages import StagePeers, play_stages
 from hp_plan.dry.trace import Trace
-from hp_plan.linting import examine
+from hp_plan.features.communication import traffic
+from hp_plan.linting import examine, order_axes
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.sections import MeshSection
+from hp_plan.structure.outline import ModelOutline
 from hp_plan.torch.build import build_empty
 from hp_plan.torch.dry.playing import dry
 from hp_plan.torch.dry.reading import report_of
@@ -48,12 +51,35 @@ _PRELOAD = (
     "transformers.integrations.moe",
 )
 """Imported once for all ranks that are played; what is not installed is left out."""
+_DISTRIBUTING = ("mesh", "styles", "communication", "context", "pipeline", "fsdp", "experts", "memory", "run")
+"""Sections of a plan in which it says how to distribute a model."""
 _MEASURED = 5  # steps of a plan that is run for real
 _BUDGET = Diagnostic(
     "memory.budget",
     "what is swapped and computed again to keep to it depends on measured seconds, of which a dry run has none",
     "write memory.recompute or memory.swap in its place, and compare the peak with the budget",
 )
+
+_HOMES = Diagnostic(
+    "memory.homes",
+    "a dry run does not count parameters that live on the host and visit the device",
+    "leave it out, and count the parameters of these modules on the host",
+)
+
+
+def _preload(plan: ParallelPlan) -> tuple[str, ...]:
+    """Name what the first process imports for all that follow: the model's code too, where it is called as usual."""
+    if plan.model.config is None:
+        return _PRELOAD
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plan.model.config.removesuffix("Config")).lower()
+    return (*_PRELOAD, f"transformers.models.{name}.modeling_{name}")
+
+
+def _check_counted(plan: ParallelPlan) -> None:
+    if plan.memory.budget is not None:
+        raise PlanError([_BUDGET])
+    if plan.memory.homes:
+        raise PlanError([_HOMES])
 
 
 def dry_run(
@@ -83,8 +109,8 @@ def dry_run(
             leave. None is the plan's own number.
         rank: play this rank alone, with pp its column of stages. None is each distinct place: the first rank of every
             stage, and where shards are uneven the last one too, between which the others lie.
-        hardware: a machine, or the name or file of one, see `Hardware.load`: the report says whether its ranks have
-            room for the peak.
+        hardware: a machine, or the name or file of one, see `Hardware.load`: kernels are chosen as on its kind of
+            device, and the report says whether its ranks have room for the peak. None is this machine's kind.
         routes: the tokens of each layer's first expert over the mean, from 1 (balanced) to 2; they fall evenly to the
             last.
         memory: with the bytes of each kind at each operation, for a picture.
@@ -92,15 +118,15 @@ def dry_run(
 
     Raises:
         PlanError: the plan does not lint clean, can't have so many ranks, or has `[memory] budget`, which measured
-            seconds decide on.
+            seconds decide on, or `[memory] homes`.
         RuntimeError: the model can't be played; it says which operator or which value was missing.
     """
     if ranks is not None:
         plan = spread_over(plan, ranks)
     skewed(routes)
+    plan = order_axes(plan)
     machine = Hardware.load(hardware) if isinstance(hardware, str) else hardware
-    if plan.memory.budget is not None:
-        raise PlanError([_BUDGET])
+    _check_counted(plan)
     mesh = plan.mesh
     if rank is not None:
         _check_rank("dry_run", rank, mesh)
@@ -108,13 +134,29 @@ def dry_run(
     columns = [0 if rank is None else rank % across]
     reports: list[RankReport] = []
     for column in columns:
-        stages = {stage: (plan, stage * across + column, memory, kernels, routes) for stage in range(mesh.pp)}
-        played = play_stages(play_rank, stages, functools.partial(stage_of, mesh), preload=_PRELOAD)
+        settings = memory, kernels, routes, None if machine is None else machine.kind
+        stages = {stage: (plan, stage * across + column, *settings) for stage in range(mesh.pp)}
+        played = play_stages(play_rank, stages, functools.partial(stage_of, mesh), preload=_preload(plan))
         reports += [played[stage] for stage in sorted(played)]
         if rank is None and len(columns) == 1 and across > 1 and any(each.uneven for each in reports):
             columns.append(across - 1)
-    report = DryReport(mesh.described, mesh.world_size, tuple(sorted(reports, key=lambda each: each.rank)))
+    report = _with_traffic(
+        DryReport(mesh.described, mesh.world_size, tuple(sorted(reports, key=lambda each: each.rank))), plan
+    )
     return report if machine is None else replace(report, machine=machine.name, room=machine.room)
+
+
+def _with_traffic(report: DryReport, plan: ParallelPlan) -> DryReport:
+    fullest = max(report.ranks, key=lambda each: each.peak.live)
+    sent: dict[tuple[str, tuple[str, ...]], float] = {}
+    for (kind, _, axes), count in fullest.trace.collectives.items():
+        if axes:
+            sent[kind, axes] = sent.get((kind, axes), 0) + count.bytes
+    usual = None
+    if plan.mesh.order and plan.mesh.ranks_per_host is not None:
+        other = replace(plan, mesh=replace(plan.mesh, order=()))
+        usual = sum(each.between for each in traffic(other, sent))
+    return replace(report, traffic=tuple(traffic(plan, sent)), usual=usual)
 
 
 def _check_rank(name: str, rank: int, mesh: MeshSection) -> None:
@@ -133,7 +175,7 @@ def stage_of(mesh: MeshSection, rank: int) -> int:
 
 
 def play_rank(
-    plan: ParallelPlan, rank: int, memory: bool, kernels: bool, routes: float, peers: StagePeers
+    plan: ParallelPlan, rank: int, memory: bool, kernels: bool, routes: float, kind: str | None, peers: StagePeers
 ) -> RankReport:
     """Play a rank in this process, which has no other use.
 
@@ -143,11 +185,12 @@ def play_rank(
         memory: with the bytes of each kind at each operation.
         kernels: with calls of distinct kernels.
         routes: the first expert's tokens over the mean.
+        kind: of the device that is played; None is this machine's.
         peers: what other stages say.
     """
     torch.set_num_threads(1)
     gc.freeze()  # what was imported is not searched each time that the collector runs
-    with dry(plan, rank, peers=peers, routes=skewed(routes), modules=True, kernels=kernels) as played:
+    with dry(plan, rank, peers=peers, routes=skewed(routes), kind=kind, modules=True, kernels=kernels) as played:
         return report_of(played, rank, memory=memory)
 
 
@@ -213,8 +256,7 @@ def simulate_rank(
     if steps < 2:
         raise ValueError(f"simulate_rank: takes 2 steps or more, of which the first is not counted, got {steps}")
     check_bubble(plan)
-    if plan.memory.budget is not None:
-        raise PlanError([_BUDGET])
+    _check_counted(plan)
     named = {"cuda": "h100-8", "npu": "910b-8"}.get(kind, "cpu") if hardware is None else hardware
     machine = Hardware.load(named) if isinstance(named, str) else named
     machine.rate(plan.fsdp.param_dtype or plan.run.dtype)
@@ -222,9 +264,9 @@ def simulate_rank(
     own, across = stage_of(mesh, rank), mesh.world_size // mesh.pp
     if mesh.pp > 1:
         stages = {stage: (plan, stage * across + rank % across, steps, routes) for stage in range(mesh.pp)}
-        said = play_stages(listen, stages, place, preload=_PRELOAD)[own]
+        said = play_stages(listen, stages, place, preload=_preload(plan))[own]
     try:
-        played = play_stages(run_rank, {own: (plan, rank, steps, routes, said)}, place, preload=_PRELOAD)
+        played = play_stages(run_rank, {own: (plan, rank, steps, routes, said)}, place, preload=_preload(plan))
     except torch.OutOfMemoryError as error:
         raise MemoryError(f"simulate_rank: rank {rank} needs more memory than the device has: {error}") from error
     device, measured, allocated, report = played[own]
@@ -285,7 +327,7 @@ def tune(
     ranks: int,
     hardware: Hardware | str | None = None,
     free: Collection[str] = ("mesh",),
-    top: int = 10,
+    top: int = 5,
     symbolic: bool = False,
     measure: int = 0,
 ) -> Tuned:
@@ -316,6 +358,7 @@ def tune(
     """
     tables = plan.to_dict() if isinstance(plan, ParallelPlan) else plan
     base = plan if isinstance(plan, ParallelPlan) else ParallelPlan.from_dict(plan)
+    outline = _undistributed(tables)
     machine = probe() if hardware is None else hardware
     machine = Hardware.load(machine) if isinstance(machine, str) else machine
     here = machine.device == get_platform().devices.name()
@@ -331,13 +374,15 @@ def tune(
         return search(
             tables,
             ranks,
-            model=_sizes(base),
+            model=_sizes(base) if outline is None else ModelSizes.of(outline),
             hardware=machine,
-            trace=_Reports().trace,
+            trace=_Reports(machine).trace,
             free=free,
             top=top,
             refuses=lambda each: bool(examine(each, [], ranks).diagnostics),
-            whole=None if symbolic else lambda each: [rank.trace for rank in dry_run(each, kernels=True).ranks],
+            whole=None
+            if symbolic
+            else lambda each: [rank.trace for rank in dry_run(each, hardware=machine, kernels=True).ranks],
             kernels=(lambda keys: on_ranks(time_kernels, 1, keys, threads)[0]) if timed else None,
             measure=(lambda each: time_steps(each, _MEASURED).clock) if measure else None,
             measured=measure,
@@ -345,25 +390,35 @@ def tune(
         )
 
 
+def _undistributed(tables: Mapping[str, Any]) -> ModelOutline | None:
+    """Outline the model, if it can be built; refuse what is wrong with every plan, however it is distributed."""
+    alone = ParallelPlan.from_dict({name: table for name, table in tables.items() if name not in _DISTRIBUTING})
+    report = examine(alone, [], 1)
+    wrong = [each for each in report.diagnostics if each.key.partition(".")[0] not in _DISTRIBUTING]
+    if wrong:
+        raise PlanError(wrong)
+    return report.model
+
+
 class _Reports:
     """Dry runs of a search: a plan's stages are played together, and asked for one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self, machine: Hardware) -> None:
+        self._machine = machine
         self._kept: dict[tuple[str, int], Future[DryReport]] = {}
         self._lock = threading.Lock()
 
     def trace(self, plan: ParallelPlan, coordinates: Mapping[str, int]) -> Trace:
         """Return the trace of a rank."""
-        mesh, rank = plan.mesh, 0
-        for axis, length in mesh.axes.items():
-            rank = rank * length + coordinates[axis]
+        mesh = plan.mesh
+        rank = int(mesh.rank_grid()[tuple(coordinates[axis] for axis in mesh.axes)])
         key = plan.to_toml(), rank % (mesh.world_size // mesh.pp)
         with self._lock:
             known = self._kept.get(key)
             mine = self._kept.setdefault(key, Future())
         if known is None:
             try:
-                mine.set_result(dry_run(plan, rank=rank, kernels=True))
+                mine.set_result(dry_run(plan, rank=rank, hardware=self._machine, kernels=True))
             except Exception as error:  # whoever else waits for it raises it too
                 mine.set_exception(error)
         return next(each.trace for each in mine.result().ranks if each.rank == rank)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry
 
 from hp_dtensor.torch.extend import Modules
 from hp_plan.torch.dry.compat import calling_line, running_module
+from hp_plan.torch.dry.flops import flops_of
 from hp_plan.torch.dry.likeness import Results
 from hp_platform.torch.dry import value_observers
 from hp_platform.torch.host import host_observers
@@ -129,6 +129,11 @@ class Ledger(TorchDispatchMode):
         """Bytes of all storages now."""
         return sum(self._sizes.values())
 
+    @property
+    def recurs(self) -> bool:
+        """The sizes of all storages are those with which the step began."""
+        return Counter(filter(None, self._sizes.values())) == Counter(filter(None, self.step.start.values()))
+
     def begin(self, phase: str) -> None:
         """Begin a phase of a step; the phase "forward" begins a step anew."""
         if phase == "forward":
@@ -179,9 +184,7 @@ class Ledger(TorchDispatchMode):
             for each in (out,) if isinstance(out, T) else out if isinstance(out, (tuple, list)) else ():
                 if isinstance(each, T) and each.device.type in self.devices:
                     self._meet(each, func._schema.name)
-            packet = func._overloadpacket
-            if packet in flop_registry:
-                self.step.flops += flop_registry[packet](*args, **named, out_val=out)
+            self.step.flops += flops_of(func, args, named, out)
             if self._count_kernels and not getattr(func, "is_view", False) and func.namespace != "profiler":
                 self.step.kernels[kernel_key(func, args, named)] += 1
         return out

@@ -25,6 +25,7 @@ from hp_platform.extend import observers
 from hp_platform.torch.dry import Peers, dry_world
 
 T = torch.Tensor
+_MOST = 3  # steps: the first makes what stays, and the order that it learns shows in the second
 
 
 class Reader(Protocol):
@@ -205,10 +206,10 @@ def dry(
     plan: ParallelPlan,
     rank: int,
     *,
-    steps: int = 3,
+    steps: int | None = None,
     peers: Peers | None = None,
     routes: Counts = balanced,
-    backend: str = "gloo",
+    kind: str | None = None,
     **read: bool,
 ) -> Iterator[Played]:
     """Play a rank's first steps without memory.
@@ -216,18 +217,29 @@ def dry(
     Args:
         plan: the plan; its mesh says how many ranks there are.
         rank: the one to play.
-        steps: how many steps; the third is like those that follow.
+        steps: how many steps. None is until one ends with the bytes with which it began, on all stages: the second, but
+            for programs that are still changing then, which get a third.
         peers: what other ranks say; None is the same as this one.
         routes: how many tokens each expert gets.
-        backend: of the process groups that are played.
+        kind: of the device that is played, as `dry_world` takes it.
         read: what the ledger reads beside storages: `kernels`, `modules`.
     """
-    world = dry_world(plan.mesh.world_size, rank, peers=peers, backend=backend)
+    world = dry_world(plan.mesh.world_size, rank, peers=peers, kind=kind)
     with world, without_collector(), forced_routes(routes), unguarded(), own_host_memory():
         ledger = Ledger(("meta", "cpu"), **read)
         played = Played(plan, ledger, torch.device("meta"))
-        for number in range(steps):
+        for number in range(_MOST if steps is None else steps):
             played.step()
             if number == 0:
                 gc.collect()  # modules that the first step imports, as of torch's compiler, keep its frames
+            elif steps is None and _all_recur(plan, rank, ledger, peers):
+                break
         yield played
+
+
+def _all_recur(plan: ParallelPlan, rank: int, ledger: Ledger, peers: Peers | None) -> bool:
+    """Tell whether the last step has left as many bytes as there were, in this rank and those of the other stages."""
+    recurs = bytes([ledger.recurs])
+    across = plan.mesh.world_size // plan.mesh.pp
+    told = [recurs] if peers is None else peers.gather(recurs, range(rank % across, plan.mesh.world_size, across))
+    return all(map(any, told))

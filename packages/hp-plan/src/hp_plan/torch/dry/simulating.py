@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hp_dtensor.torch.extend import local_view, materialize
 from hp_moe.extend import forced_routes, skewed
@@ -25,7 +24,7 @@ from hp_plan.torch.sequences.context_guard import unguarded
 from hp_platform import get_platform
 from hp_platform.torch.dry import Copies, played_world
 
-_COUNTED = 3  # steps that a ledger reads, as `dry` takes them
+_COUNTED = 3  # steps that a ledger reads: as many as the longest that `dry` plays by itself
 _SCALE = 0.02  # standard deviation of drawn weights
 
 
@@ -40,8 +39,8 @@ def listen(plan: ParallelPlan, rank: int, steps: int, routes: float, peers: Stag
         peers: what other stages say.
     """
     torch.set_num_threads(1)
-    listening, backend = Listening(peers), dist.get_default_backend_for_device(get_platform().devices.kind)
-    with dry(plan, rank, steps=_COUNTED + steps, peers=listening, routes=skewed(routes), backend=backend):
+    listening = Listening(peers)
+    with dry(plan, rank, steps=_COUNTED + steps, peers=listening, routes=skewed(routes)):
         return listening.said
 
 

@@ -21,7 +21,7 @@ from hp_pipeline import PipelinedModel
 from hp_plan.features.loss import IGNORED
 from hp_plan.features.sequences import caps_logits
 from hp_plan.torch.sequences.context_guard import ContextGuard
-from hp_platform import collectives
+from hp_platform import collectives, get_process_group_ranks
 from hp_platform.extend import agree, map_nested, share_bytes
 from hp_styles import context_parallel_shard, context_parallel_unshard
 from hp_styles.extend import hook
@@ -251,14 +251,16 @@ class Border:
                 raise ValueError(_OF_PADDING.format(of_padding))
             return _NUMBERS.pack(*numbers, self._guard is not None and self._guard.asks(inputs, padding[0] > 0))
 
+        group = self._data.get_group()
+        members = get_process_group_ranks(group)
+
         def failed(texts: Mapping[int, str], error: Exception | None) -> Exception:
-            ranks = self._data.ranks.reshape(-1).tolist()
-            some = "; ".join(f"rank {ranks[place]}: {text}" for place, text in list(texts.items())[:4])
+            some = "; ".join(f"rank {members[place]}: {text}" for place, text in list(texts.items())[:4])
             return error or ValueError(f"cp: inputs are refused by {some}")
 
-        group = self._data.get_group()
-        numbers = [_NUMBERS.unpack(row) for row in agree(own, failed, functools.partial(share_bytes, group=group))]
-        size = self._mesh.size()  # `cp` is the innermost axis
+        rows = dict(zip(members, agree(own, failed, functools.partial(share_bytes, group=group))))
+        numbers = [_NUMBERS.unpack(rows[rank]) for rank in self._data.ranks.reshape(-1).tolist()]
+        size = self._mesh.size()  # `cp` is the innermost axis of the mesh, wherever its ranks are
         if any(digest != numbers[place - place % size][1] for place, (_, digest, _) in enumerate(numbers)):
             raise ValueError(
                 f"cp: its {size} ranks are passed different inputs, but they share each sample: pass the same whole"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from hp_platform import get_platform
 
@@ -17,6 +19,8 @@ _WORD = re.compile(r"[^,\]]*")
 _ROUNDS = 5
 _ROUND = 5e-4  # seconds that a round takes at least, unless it has _CALLS
 _CALLS = 20
+_COLD = 32 << 20  # bytes of a kernel's tensors, in several sets, between two calls with the same ones
+_SETS = 64
 _PLAIN = {"None": None, "True": True, "False": False}
 
 
@@ -24,7 +28,8 @@ def time_kernels(keys: Collection[str], threads: int) -> dict[str, float]:
     """Time kernels of the current device.
 
     Each is called on tensors of the shapes, strides and dtypes of its key, and takes what its fastest round of five
-    took, until the device is ready: seconds by the clock, or those of one thread that had its core to itself.
+    took, until the device is ready: seconds by the clock, or those of one thread that had its core to itself. The calls
+    go round several sets of tensors, as a step's do, whose tensors have mostly left the caches when they are needed.
 
     Args:
         keys: of kernels, as a trace lists them.
@@ -50,16 +55,36 @@ def _time(key: str, device: torch.device) -> float:
     clock = time.process_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
     synchronize = get_platform().devices.synchronize
     func(*args, **kwargs)
+    sets = cold_sets(args, kwargs)
+    in_turn = itertools.cycle(sets)
     best = float("inf")
     for _ in range(_ROUNDS):
         synchronize()
         begin, calls = clock(), 0
-        while calls < _CALLS and (calls == 0 or not on_cpu or clock() - begin < _ROUND):
+        while calls < max(_CALLS, len(sets)) and (calls == 0 or not on_cpu or clock() - begin < _ROUND):
+            args, kwargs = next(in_turn)
             func(*args, **kwargs)
             calls += 1
         synchronize()
         best = min(best, (clock() - begin) / calls)
     return best
+
+
+def cold_sets(args: list[Any], kwargs: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any]]]:
+    """Return a call's arguments, and copies of them until they have more bytes than caches hold.
+
+    Args:
+        args: by place.
+        kwargs: by name.
+    """
+    nbytes = sum(each.untyped_storage().nbytes() for each in tree_iter((args, kwargs)) if isinstance(each, T))
+    count = min(_SETS, 1 + _COLD // nbytes) if nbytes else 1
+    return [(args, kwargs), *(tree_map_only(T, _copied, (args, kwargs)) for _ in range(count - 1))]
+
+
+def _copied(tensor: T) -> T:
+    storage = tensor.untyped_storage().clone()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def call_of(key: str, device: torch.device) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:

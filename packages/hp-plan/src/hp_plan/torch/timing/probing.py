@@ -45,7 +45,7 @@ def probe_device(ranks: int) -> dict[str, Any]:
         "bandwidth": _bandwidth(device),
         "launch": 0.0 if on_cpu else _launch_seconds(device),
         "host": _issue_seconds(device),
-        "asynchronous": not on_cpu,
+        "kind": devices.kind,
     }
 
 

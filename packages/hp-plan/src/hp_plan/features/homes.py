@@ -1,0 +1,112 @@
+"""Modules whose parameters live on the host: `[memory] homes` and `cache`."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import hp_offload
+from hp_offload.extend import parse_size, size
+from hp_plan.plan import ParallelPlan
+from hp_plan.port import models
+from hp_plan.reading.diagnostics import Diagnostic
+from hp_plan.structure.outline import ModelOutline, matched_by, matches_nothing, matching, never_called
+from hp_platform import get_platform
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def check_home_values(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that homes are known, that the cache is a number of bytes, and that nothing else moves the parameters."""
+    memory, diagnostics = plan.memory, []
+    if memory.cache is not None:
+        try:
+            parse_size(memory.cache)
+        except ValueError as error:
+            diagnostics.append(Diagnostic("memory.cache", str(error), 'write for example cache = "4GiB"'))
+    if not memory.homes:
+        if memory.cache is not None:
+            message = f"got {memory.cache!r}, which nothing uses without homes"
+            diagnostics.append(Diagnostic("memory.cache", message, "leave it out, or give memory.homes"))
+        return diagnostics
+    if get_platform().name != "torch":
+        message = "got homes, which this version does not support on MindSpore"
+        return [Diagnostic("memory.homes", message, "leave it out; memory.swap saves memory")]
+    for pattern, home in memory.homes.items():
+        if home != "host":
+            built = ", the memory of another device, which is not built yet" if home == "neighbour" else ""
+            message = f"got {home!r}{built}; the one home is 'host'"
+            diagnostics.append(Diagnostic(f"memory.homes.{pattern}", message, "write 'host'"))
+    reasons = [
+        (plan.mesh.world_size > 1, f"the mesh {plan.mesh.described}, which shards", "[fsdp] offload, on several ranks"),
+        (memory.budget is not None, "a budget, which counts them on the device", "memory.budget"),
+        (plan.fsdp.offload, "fsdp.offload, which moves them, too", "fsdp.offload"),
+        (plan.optimizer.swap_slices, "swap_slices, for states on the device", "optimizer.swap_slices"),
+        (plan.compile.blocks, "blocks to compile, which would keep them on the device", "[compile]"),
+        (plan.fsdp.param_dtype is not None, "param_dtype, for sharded parameters alone", "fsdp.param_dtype"),
+        (plan.run.deterministic, "deterministic, for sharded parameters alone", "run.deterministic"),
+    ]
+    for found, what, other in reasons:
+        if found:
+            diagnostics.append(Diagnostic("memory.homes", f"got homes with {what}", f"leave it out, or {other}"))
+    return diagnostics
+
+
+def check_homes(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
+    """Check that patterns match modules that are called, none inside of another, and that each fits in the cache."""
+    diagnostics: dict[str, Diagnostic] = {}
+    chosen: dict[str, str] = {}
+    for pattern in plan.memory.homes:
+        key, matched = f"memory.homes.{pattern}", matching(pattern, model.names)
+        if not matched:
+            diagnostics[key] = matches_nothing(key, pattern, model.names)
+        for name in matched:
+            uncalled = never_called(key, pattern, name, model)
+            other = next((each for each in chosen if f"{each}.".startswith(f"{name}.")), None)
+            other = other or next((each for each in chosen if f"{name}.".startswith(f"{each}.")), None)
+            if uncalled is not None:
+                diagnostics.setdefault(key, uncalled)
+            elif other is not None:
+                message = f"'{pattern}' matches {name}, and '{chosen[other]}' matches {other}: one module has one home"
+                diagnostics.setdefault(key, Diagnostic(key, message, "name the one or the other"))
+            chosen.setdefault(name, pattern)
+    cache = _cache(plan)
+    largest = max(chosen, key=lambda name: _elements(model, name), default=None)
+    if cache is not None and largest is not None:
+        needed = _elements(model, largest) * _BYTES[plan.run.dtype]
+        if needed > cache:
+            message = f"got {plan.memory.cache}, and the parameters of {largest} take {size(needed)}"
+            diagnostics["memory.cache"] = Diagnostic("memory.cache", message, "raise it, or give smaller modules homes")
+    return list(diagnostics.values())
+
+
+def elements_at_home(plan: ParallelPlan, model: ModelOutline) -> int:
+    """Count the elements of the parameters that live on the host."""
+    names = matched_by(plan.memory.homes, model.names)
+    return min(sum(_elements(model, name) for name in names), model.elements)
+
+
+def cache_elements(plan: ParallelPlan, model: ModelOutline) -> int:
+    """Count the elements of parameters that the device has room for while they visit."""
+    cache, names = _cache(plan), matched_by(plan.memory.homes, model.names)
+    if cache is not None:
+        return cache // _BYTES[plan.run.dtype]
+    return 2 * max((_elements(model, name) for name in names), default=0)
+
+
+def place_homes(model: Any, plan: ParallelPlan) -> None:
+    """Let the modules that the plan names have their homes."""
+    if plan.memory.homes:
+        hp_offload.place(models().base(model), plan.memory.homes, cache=_cache(plan))
+
+
+def _cache(plan: ParallelPlan) -> int | None:
+    try:
+        return None if plan.memory.cache is None else parse_size(plan.memory.cache)
+    except ValueError:  # `check_home_values` tells
+        return None
+
+
+def _elements(model: ModelOutline, name: str) -> int:
+    inside = (module for each, module in model.modules.items() if f"{each}.".startswith(f"{name}."))
+    return sum(sum(map(prod, module.shapes.values())) for module in inside)
