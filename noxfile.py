@@ -19,6 +19,7 @@ at a time; `-n 0` runs them in pytest's own process, for `-s` and `--pdb`.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import sys
@@ -129,7 +130,9 @@ def smoke(session: nox.Session) -> None:
     install(session, *PACKAGES, extras="[torch,test]", others=others)
     tests = sorted(ROOT.glob("packages/*/tests/**/test_*.py"))
     marked = [str(path.relative_to(ROOT)) for path in tests if "@pytest.mark.smoke" in path.read_text(encoding="utf-8")]
-    session.run("python", "-m", "pytest", *marked, "--tier", "smoke", "--numprocesses=2", *session.posargs)
+    longest_first = reversed(marked)  # the commands' test takes half a minute: the others run beside it
+    workers = ("--numprocesses=2", "--dist=worksteal")
+    session.run("python", "-m", "pytest", *longest_first, "--tier", "smoke", *workers, *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -256,7 +259,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Builds every package's wheel and sdist into dist/."""
+    """Builds every package's wheel and sdist into dist/, and hp-onesided's wheel with its compiled core."""
     build_packages(session, "dist", *session.posargs)
 
 
@@ -266,6 +269,9 @@ def build_packages(session: nox.Session, folder: str, *options: str) -> None:
     session.run(
         "uv", "build", "--quiet", "--all-packages", "--out-dir", folder, "--build-constraint", CONSTRAINTS, *options
     )
+    if sys.platform == "linux" and shutil.which("c++"):  # beside the pure wheel, one with the compiled core inside
+        one = ("uv", "build", "--quiet", "--package", "hp-onesided", "--wheel", "--out-dir", folder)
+        session.run(*one, "--build-constraint", CONSTRAINTS, env={"HYPER_PARALLEL_BUILD_CORE": "1"})
 
 
 @nox.session
@@ -291,7 +297,7 @@ def release(session: nox.Session) -> None:
 def check_wheels(session: nox.Session, wheel_folder: Path, packages: list[str]) -> None:
     """Installs packages from a folder with the wheels of all, one by one in empty environments, and tries each."""
     folder = ROOT / session.create_tmp()
-    wheels = {path.name.split("-")[0].replace("_", "-"): path.as_uri() for path in wheel_folder.glob("*.whl")}
+    wheels = {path.name.split("-")[0].replace("_", "-"): path.as_uri() for path in wheel_folder.glob("*-any.whl")}
     own = folder / "own-wheels.txt"
     own.write_text("".join(f"{name} @ {uri}\n" for name, uri in wheels.items()))
     environment = folder / "environment"  # of each package in turn, so that a framework is compiled once
@@ -313,7 +319,24 @@ def check_wheels(session: nox.Session, wheel_folder: Path, packages: list[str]) 
             session.run("uv", "pip", "install", "--quiet", "--python", str(python), requirement, *constraints)
             options = ("-I", "-X", f"pycache_prefix={bytecode}")
             session.run(str(python), *options, ".ci/check_isolated.py", package, mode, external=True)
+            if package == "hp-onesided" and mode == "with-torch":
+                check_cores(session, wheel_folder, python)
     shutil.rmtree(environment)
+
+
+def check_cores(session: nox.Session, wheel_folder: Path, python: Path) -> None:
+    """Has two ranks reduce by each wheel of hp-onesided in an environment, without a compiler and with one."""
+    pure = next(wheel_folder.glob("hp_onesided-*-any.whl"))
+    own = next(wheel_folder.glob("hp_onesided-*linux*.whl"), None)
+    if own is None:  # none was built here
+        return
+    bare = {"PATH": str(python.parent), "XDG_CACHE_HOME": str(wheel_folder / "cache")}
+    cases = [(own, "native", bare), (pure, "native", {**bare, "PATH": os.environ["PATH"]})]
+    if platform.machine() == "x86_64":  # where Python can do it
+        cases.append((pure, "python", bare))
+    for wheel, core, environment in cases:
+        session.run("uv", "pip", "install", "--quiet", "--no-deps", "--reinstall", "--python", str(python), str(wheel))
+        session.run(str(python), "-I", ".ci/check_core.py", core, external=True, env=environment)
 
 
 @nox.session(default=False)

@@ -176,6 +176,16 @@ def fully_sharded() -> None:
         (OUT / "fully-sharded.svg").write_bytes((Path(folder) / "step.svg").read_bytes())
 
 
+def dry_run() -> None:
+    """Show what a dry run prints, and draw memory over its step."""
+    command = "hyper-parallel dryrun plan.toml --ranks 1024"
+    screen("dryrun", "how-to/fit.md", f"{command} --picture memory.png")
+    with tempfile.TemporaryDirectory() as folder:
+        save_files("how-to/fit.md", Path(folder))
+        run(f"{command} --picture memory.png", Path(folder))
+        (OUT / "dryrun-memory.png").write_bytes((Path(folder) / "memory.png").read_bytes())
+
+
 def pipeline() -> None:
     """Draw the time lines of two schedules."""
     with tempfile.TemporaryDirectory() as folder:
@@ -348,6 +358,7 @@ PICTURES: dict[str, Callable[[], None]] = {
     "doctor": doctor,
     "report": report,
     "fully-sharded": fully_sharded,
+    "dryrun": dry_run,
     "pipeline": pipeline,
     "memory": memory,
     "checkpoints": checkpoints,

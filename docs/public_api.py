@@ -81,7 +81,7 @@ def _lines(name: str, member: griffe.Object | griffe.Alias) -> Iterator[str]:
     elif target.is_class:
         bases = ", ".join(str(base).rpartition(".")[2] for base in target.bases)
         yield f"class {name}({bases})" if bases else f"class {name}"
-        for child, value in sorted(target.members.items()):
+        for child, value in sorted({**_of_private_bases(target), **target.members}.items()):
             if not _is_public(child) or isinstance(value, griffe.Alias):
                 continue
             if value.is_function:
@@ -90,6 +90,12 @@ def _lines(name: str, member: griffe.Object | griffe.Alias) -> Iterator[str]:
                 yield f"    {child}"
     else:
         yield name
+
+
+def _of_private_bases(cls: griffe.Class) -> dict[str, griffe.Object | griffe.Alias]:
+    """Find what a class has of bases in this repository that are no public names themselves."""
+    bases = [base for base in reversed(cls.mro()) if not base.package.exports or base.name not in base.package.exports]
+    return {name: value for base in bases for name, value in base.members.items()}
 
 
 def _is_public(name: str) -> bool:

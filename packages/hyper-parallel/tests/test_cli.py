@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -197,10 +198,27 @@ def test_a_model_that_is_too_large_is_not_called_on_parts(command, monkeypatch):
 
 @pytest.mark.parametrize("action", ["train", "verify"])
 def test_faults_end_the_command_before_ranks_start(command, action):
-    _, err, status = command(action, plan=PLAN.replace("tp = 2", "tp = 4") + "[optimizer]\nleraning_rate = 1.0\n")
+    """What is wrong with the plan by itself comes first, and quickly; then what is wrong for its model."""
+    plan = PLAN.replace("tp = 2", "tp = 4")
+    _, err, status = command(action, plan=plan + "[optimizer]\nleraning_rate = 1.0\n")
     assert status == 1
-    assert "[optimizer] has no key 'leraning_rate'" in err
+    assert "[optimizer] has no key 'leraning_rate'" in err and "heads" not in err
+    _, err, status = command(action, plan=plan)
+    assert status == 1
     assert "has 2 heads of size 4, which tp = 4 does not divide" in err
+
+
+def test_a_plan_that_is_wrong_by_itself_is_refused_before_a_framework_is_imported(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN + "[optimizer]\nleraning_rate = 1.0\n", encoding="utf-8")
+    program = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        "from hyper_parallel.commands.cli import app\n"
+        f"app(['train', {str(plan)!r}], standalone_mode=False)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.strip().endswith("False"), done.stderr
 
 
 def test_a_mesh_that_is_not_the_world(command):

@@ -33,11 +33,13 @@ tasks = [
 ]
 signal.signal(signal.SIGUSR1, lambda *_: [task.terminate() for task in tasks])
 signal.signal(signal.SIGTERM, lambda *_: [task.kill() for task in tasks])
+failed = 0
 while any(task.poll() is None for task in tasks):
-    if any(task.poll() for task in tasks):
+    failed = failed or next((task.returncode for task in tasks if task.poll()), 0)
+    if failed:
         [task.terminate() for task in tasks]
     time.sleep(0.05)
-sys.exit(max(abs(task.returncode) for task in tasks))
+sys.exit(abs(failed or max(task.returncode for task in tasks)))
 """
 
 

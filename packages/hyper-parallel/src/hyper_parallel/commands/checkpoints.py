@@ -94,7 +94,7 @@ def convert(
         bool, typer.Option("--weights-only", help="With --to dcp: the model's tensors alone.")
     ] = False,
 ) -> None:
-    """Write a checkpoint in another format, verified; one of torch.distributed.checkpoint as a Hugging Face folder."""
+    """Write a checkpoint, once its bytes are checked, in another format; one of torch's as a Hugging Face folder."""
     with _errors():
         folder = newest_checkpoint(folder)
         if to == "hf":

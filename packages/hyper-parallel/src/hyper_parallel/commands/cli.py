@@ -25,8 +25,10 @@ from hp_plan.extend import (
     memory_shortage,
     outlook,
     read_plan,
+    refuse_by_itself,
     settings,
     style_notes,
+    traffic_notes,
 )
 from hp_platform.extend import (
     DEVICE,
@@ -397,6 +399,7 @@ def schedule(
         tables = read_tables(plan, assignments)
         set_environment(tables, plan)
         read, errors = read_plan(tables)
+        refuse_by_itself(read, errors)
         diagnostics = list(examine(read, errors, run_model_code=True).diagnostics)
         if not diagnostics and read.mesh.pp == 1:
             message = "there is no pp axis, and so no pipeline"
@@ -453,6 +456,7 @@ def _notes(report: Report, nproc: int | None) -> list[str]:
     with suppress(SettingError):  # A device that is elsewhere is not an error of the plan.
         shortage = memory_shortage(report.plan, report.model, nproc or report.plan.mesh.world_size)
         notes += [] if shortage is None else [f"too large to train here: {shortage}"]
+    notes += [] if report.diagnostics else traffic_notes(report.plan, report.model)
     return notes
 
 

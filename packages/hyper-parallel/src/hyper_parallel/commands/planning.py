@@ -164,7 +164,7 @@ def tune_plan(
         list[str] | None,
         typer.Option(metavar="KEY", help="Chosen although the plan gives it; repeatable. mesh is.", show_default=False),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many plans to list.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="How many plans to list.")] = 5,
     symbolic: Annotated[
         bool, typer.Option("--symbolic", help="By curves and the machine's table alone: no plan is played whole.")
     ] = False,

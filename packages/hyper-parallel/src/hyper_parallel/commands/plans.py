@@ -12,7 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from hp_plan import Diagnostic, ParallelPlan, PlanError
-from hp_plan.extend import examine, memory_shortage, near_misses, override, read_plan, read_toml
+from hp_plan.extend import (
+    examine,
+    memory_shortage,
+    near_misses,
+    override,
+    read_plan,
+    read_toml,
+    refuse_by_itself,
+    with_order,
+)
 from hp_platform import get_platform
 from hp_platform.extend import (
     DEVICE,
@@ -138,6 +147,7 @@ def checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> Pa
         PlanError: something is wrong with it.
     """
     read, diagnostics = read_plan(tables)
+    refuse_by_itself(read, diagnostics, ranks)
     report = examine(read, diagnostics, ranks, run_model_code=True)
     diagnostics = list(report.diagnostics)
     if training:
@@ -153,7 +163,7 @@ def checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> Pa
             diagnostics.append(Diagnostic("mesh", shortage, fix))
     if diagnostics:
         raise PlanError(diagnostics)
-    return read
+    return read if report.model is None else with_order(read, report.model)
 
 
 def checked_anywhere(tables: dict[str, Any]) -> ParallelPlan:
@@ -166,10 +176,11 @@ def checked_anywhere(tables: dict[str, Any]) -> ParallelPlan:
         PlanError: something is wrong with it.
     """
     read, diagnostics = read_plan(tables)
-    diagnostics = list(examine(read, diagnostics, None, run_model_code=True).diagnostics)
-    if diagnostics:
-        raise PlanError(diagnostics)
-    return read
+    refuse_by_itself(read, diagnostics)
+    report = examine(read, diagnostics, None, run_model_code=True)
+    if report.diagnostics:
+        raise PlanError(report.diagnostics)
+    return read if report.model is None else with_order(read, report.model)
 
 
 def override_value(tables: dict[str, Any], section: str, key: str, value: Any) -> None:

@@ -36,7 +36,6 @@ def prepare(place: Place) -> None:
 
 
 def peer_lost(error: Exception) -> bool:
-    """Return True if the error says that another rank is gone."""
     return any(sign in str(error) for sign in _PEER_LOST)
 
 
