@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -43,5 +44,8 @@ def main(connection: Any, rank: int, path: str, core: str, nbytes: int, environm
 
 def shared_files() -> int:
     """Count open files of memory and of processes, which are what symmetric memory opens."""
-    files = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if os.path.lexists(each.path)]
+    files = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own is gone, and another thread's may be
+            files.append(os.readlink(f"/proc/self/fd/{name}"))
     return sum("memfd" in file or "pidfd" in file for file in files)
