@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import pkgutil
 import sys
 
 import pytest
 from torch import nn
 
 from hp_plan import Diagnostic, ParallelPlan, lint
+from hp_plan.checks.checks import CHECKS
 from hp_plan.extend import examine, style_notes
 
 pytestmark = pytest.mark.framework("torch")  # transformers' models are PyTorch's
@@ -113,7 +116,7 @@ def test_styles_that_do_not_fit_the_model():
         "styles.\"model.norm\": 'colwise' on model.norm, which is a Qwen3RMSNorm; it is for a Linear",
         "styles.\"model.embed_tokens.weight\": 'model.embed_tokens.weight' matches a parameter, but "
         "'embedding_rowwise' is for a module; leave the last part off, or take a style for parameters: colwise, "
-        "rowwise, packed_colwise, packed_rowwise, grouped_gemm, replicate",
+        "rowwise, replicate, packed_colwise, packed_rowwise, grouped_gemm",
         "styles.\"model.layers.0.mlp.up_proj\": 2 styles on model.layers.0.mlp.up_proj: 'model.layers.*.mlp.*_proj' = "
         "'rowwise' and 'model.layers.0.mlp.up_proj' = 'colwise'; make the patterns exclude each other, or remove one",
         'styles."model.embed_tokens": model.embed_tokens.weight and lm_head.weight are one tensor with '
@@ -451,3 +454,25 @@ def test_the_callers_random_numbers_go_on():
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1] and random.getstate() == before[2]
     assert get_platform().random.seeded() is None
+
+
+_TAKEN = (
+    ["ParallelPlan"],
+    ["ParallelPlan", "ModelOutline"],
+    ["ParallelPlan", "Mapping[str, str]", "ModelOutline"],
+)
+
+
+def test_no_check_of_a_plan_is_forgotten():
+    """A check that is in no list is made by nobody; those left out are called by one that is in it."""
+    called = {"check_model", "check_platform", "check_expert_axis", "check_tied_groups"}
+    found = set()
+    for folder in ("features", "checks", "structure"):
+        package = importlib.import_module(f"hp_plan.{folder}")
+        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            for name, each in inspect.getmembers(importlib.import_module(info.name), inspect.isfunction):
+                taken = tuple(inspect.signature(each).parameters.values())
+                if name.startswith("check_") and [str(item.annotation) for item in taken] in _TAKEN:
+                    found.add(name)
+    assert {check.function.__name__ for check in CHECKS} >= found - called
+    assert len({check.function for check in CHECKS}) == len(CHECKS)

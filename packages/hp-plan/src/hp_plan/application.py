@@ -21,19 +21,18 @@ import hp_pipeline
 import hp_platform
 from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_pipeline import PipelineSchedule
-from hp_plan.checks.alike import SharedSamples, agree_on_plan, check_deterministic, take_first_weights
-from hp_plan.checks.checks import check_fsdp, check_mesh, check_model, check_platform
-from hp_plan.features.blocks import check_compile, check_saving, compile_blocks, save_less
-from hp_plan.features.communication import check_communication, host_axis, wire_of
-from hp_plan.features.experts import check_expert_options, expert_styles, spread_experts, with_expert_axes
-from hp_plan.features.homes import check_home_values, place_homes
-from hp_plan.features.overlap import check_overlap, overlapped
-from hp_plan.features.pipelines import check_pipeline, check_split, choose_order
-from hp_plan.features.sequences import check_context
+from hp_plan.checks.alike import SharedSamples, agree_on_plan, take_first_weights
+from hp_plan.checks.checks import check_model, check_plan, check_platform
+from hp_plan.features.blocks import compile_blocks, save_less
+from hp_plan.features.communication import host_axis, wire_of
+from hp_plan.features.experts import expert_styles, spread_experts, with_expert_axes
+from hp_plan.features.homes import place_homes
+from hp_plan.features.overlap import overlapped
+from hp_plan.features.pipelines import check_split, choose_order
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
-from hp_plan.structure.memory import check_memory, check_states, memory_left
+from hp_plan.structure.memory import memory_left
 from hp_plan.structure.outline import ModelOutline, block_lists, matches
 from hp_plan.structure.style_tables import choose_styles
 from hp_platform import get_platform
@@ -81,11 +80,8 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     outline = port.outline(model)
 
     def diagnose() -> list[Diagnostic]:
-        found = [*check_platform(plan), *check_mesh(plan, ranks), *check_pipeline(plan), *check_fsdp(plan)]
-        found += [*check_memory(plan), *check_home_values(plan), *check_states(plan), *check_context(plan)]
-        found += [*check_deterministic(plan), *check_saving(plan), *check_expert_options(plan), *check_compile(plan)]
-        found += [*check_overlap(plan), *check_communication(plan)]
-        found += [*check_model(plan, outline), *check_split(plan, model)]
+        found = [*check_platform(plan), *check_plan(plan, ranks, applied=True)]
+        found += [*check_model(plan, outline, applied=True), *check_split(plan, model)]
         return [each for each in found if not each.key.startswith("data.")]  # which `apply` does not read
 
     agree_on_plan(plan, model, diagnose, members, everyone)

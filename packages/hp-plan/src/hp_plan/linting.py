@@ -14,7 +14,7 @@ from hp_plan.features.pipelines import check_split
 from hp_plan.plan import ParallelPlan, read_plan, read_toml
 from hp_plan.port import build, models
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
-from hp_plan.structure.memory import BYTES, check_budget, host_bytes, training_bytes
+from hp_plan.structure.memory import BYTES, host_bytes, training_bytes
 from hp_plan.structure.outline import ModelOutline
 from hp_platform import get_platform
 
@@ -123,7 +123,7 @@ def examine(
         outline = models().outline(model)
     except PlanError as error:  # what the model declares of itself is wrong
         return Report(plan, (*diagnostics, *error.diagnostics))
-    diagnostics += [*check_model(plan, outline), *check_budget(plan, outline), *check_split(plan, model)]
+    diagnostics += [*check_model(plan, outline), *check_split(plan, model)]
     if plan.mesh.order == "auto" and not diagnostics:
         diagnostics += check_communication(with_order(plan, outline))
     return Report(plan, tuple(diagnostics), outline)

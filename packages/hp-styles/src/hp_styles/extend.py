@@ -5,24 +5,12 @@ from __future__ import annotations
 from hp_styles.base import applied_name, claim
 from hp_styles.context.plan import DegreeError, chunks_of, kv_copies, split_degrees
 from hp_styles.inputs import hook
-from hp_styles.names import (
-    ALIASES,
-    OVERLAPPING,
-    PARAMETER_STYLES,
-    SCATTERING,
-    STYLES,
-    canonical,
-    overlapping,
-    runs_on_parts,
-    sequence_parallel_plan,
-)
+from hp_styles.names import ALIASES, STYLES, canonical, sequence_parallel_plan
+from hp_styles.tensor.regions import runs_on_parts
 
 __all__ = [
     "ALIASES",
     "DegreeError",
-    "OVERLAPPING",
-    "PARAMETER_STYLES",
-    "SCATTERING",
     "STYLES",
     "applied_name",
     "canonical",
@@ -30,7 +18,6 @@ __all__ = [
     "claim",
     "hook",
     "kv_copies",
-    "overlapping",
     "runs_on_parts",
     "sequence_parallel_plan",
     "split_degrees",

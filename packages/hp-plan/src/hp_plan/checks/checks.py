@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from hp_optim.extend import is_hidden_matrix
 from hp_plan.checks.alike import check_deterministic
+from hp_plan.checks.styles import check_styles
 from hp_plan.checks.unused_keys import check_best, check_profile, check_unused_keys, check_validation
 from hp_plan.features.adapters import check_adapter
 from hp_plan.features.blocks import check_activations, check_compile, check_compiled, check_saving
 from hp_plan.features.communication import check_communication
 from hp_plan.features.experts import (
-    EXPERT_STYLES,
     check_auxiliary_loss,
     check_expert_axis,
     check_expert_options,
@@ -33,22 +34,19 @@ from hp_plan.features.sequences import (
     check_sequence,
 )
 from hp_plan.plan import ParallelPlan
-from hp_plan.reading.diagnostics import Diagnostic, PlanError, near_misses
-from hp_plan.structure.memory import check_memory, check_states
+from hp_plan.reading.diagnostics import Diagnostic, PlanError
+from hp_plan.structure.memory import check_budget, check_memory, check_states
 from hp_plan.structure.outline import (
     ModelOutline,
-    ModuleOutline,
-    block_lists,
     generalise,
     matches_nothing,
     matching,
     never_called,
     positions,
 )
-from hp_plan.structure.style_tables import StyleChoice, choose_styles, packed_experts
+from hp_plan.structure.style_tables import choose_styles
 from hp_platform import get_platform
 from hp_platform.extend import inside_launcher, launch_command
-from hp_styles.extend import ALIASES, PARAMETER_STYLES, STYLES
 
 # What this version can apply, by framework; the others are read, so that a plan may be written for later.
 APPLIED_AXES = {
@@ -58,17 +56,36 @@ APPLIED_AXES = {
 _BY_HAND = "leave it out, or write the stages as Cells and run them by hp_pipeline.Schedule1F1B"
 
 
-def check_plan(plan: ParallelPlan, world_size: int | None = None) -> list[Diagnostic]:
+@dataclass(frozen=True)
+class Check:
+    """A check of a plan.
+
+    Attributes:
+        function: returns what is wrong; it takes the plan, and what it reads.
+        reads: "numbers", those of the plan itself; "model", the names and shapes of the model, as
+            ``function(plan, outline)``; "styles", those of its modules too, as ``function(plan, styles, outline)``.
+        apply: whether `apply` reads what is checked; False: a run of the trainer alone does.
+    """
+
+    function: Callable[..., list[Diagnostic]]
+    reads: Literal["numbers", "model", "styles"] = "numbers"
+    apply: bool = True
+
+
+def check_plan(plan: ParallelPlan, world_size: int | None = None, *, applied: bool = False) -> list[Diagnostic]:
     """Check the plan's own numbers.
 
     Args:
         plan: the plan.
         world_size: number of ranks; None leaves that unchecked.
+        applied: leave out what `apply` does not read.
     """
-    diagnostics = check_mesh(plan, world_size)
-    for check in _OF_NUMBERS:
-        diagnostics += check(plan)
-    return diagnostics
+    return [*check_mesh(plan, world_size), *_found("numbers", applied, plan)]
+
+
+def _found(reads: str, applied: bool, *values: Any) -> list[Diagnostic]:
+    checks = (check for check in CHECKS if check.reads == reads and (check.apply or not applied))
+    return [each for check in checks for each in check.function(*values)]
 
 
 def check_platform(plan: ParallelPlan) -> list[Diagnostic]:
@@ -159,140 +176,23 @@ def _check_training(plan: ParallelPlan) -> list[Diagnostic]:
     return diagnostics
 
 
-def check_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
-    """Check the plan against the model's names and shapes."""
-    diagnostics = [*_check_groups(plan, model), *_check_length(plan, model), *check_auxiliary_loss(plan, model)]
-    diagnostics += [*_check_optimizer(plan, model), *check_attention(plan, model, blocks_of(model))]
-    diagnostics += [*check_packing(plan, model), *check_answers(plan, model), *check_balance(plan, model)]
-    diagnostics += check_scores(plan, model)
-    diagnostics += [*check_activations(plan, model), *check_compiled(plan, model), *check_homes(plan, model)]
+def check_model(plan: ParallelPlan, model: ModelOutline, *, applied: bool = False) -> list[Diagnostic]:
+    """Check the plan against the model's names and shapes.
+
+    Args:
+        plan: the plan.
+        model: its model.
+        applied: leave out what `apply` does not read.
+    """
+    found = _found("model", applied, plan, model)
     if plan.mesh.tp == plan.mesh.ep == 1 and isinstance(plan.styles, str):
-        return diagnostics  # No table is looked up where none is used.
+        return found  # No table is looked up where none is used.
     try:
         choice = choose_styles(plan, model)
     except PlanError as error:
-        return [*error.diagnostics, *diagnostics]
-    return [
-        *_check_styles(choice, model),
-        *_check_heads(plan, choice, model),
-        *_check_tied(choice, model),
-        *check_experts(plan, choice.by_name, model),
-        *check_scattered(plan, choice.by_name, model),
-        *check_overlapped(plan, choice.by_name, model),
-        *diagnostics,
-    ]
-
-
-def _check_styles(choice: StyleChoice, model: ModelOutline) -> list[Diagnostic]:
-    diagnostics = []
-    names, table = model.names, choice.table
-    for pattern, style in table.items():
-        key = f'styles."{pattern}"'
-        matched = matching(pattern, names)
-        parameters = [] if matched else matching(pattern, model.parameters)
-        known = style in STYLES or style in EXPERT_STYLES
-        if not known:
-            names_of_styles = [*STYLES, *EXPERT_STYLES, *ALIASES]
-            diagnostics.append(Diagnostic(key, f"there is no style '{style}'", near_misses(style, names_of_styles)))
-        elif not matched and (not parameters or style not in PARAMETER_STYLES):
-            diagnostics.append(_nothing_matches(key, pattern, style, names, parameters))
-        for shown, modules in _by_kind(matched if known else [], model):
-            problem = _unsuited(style, modules[0])
-            if problem:
-                diagnostics.append(Diagnostic(key, f"'{style}' on {shown}, which is a {modules[0].type_name}", problem))
-    for pattern, style in packed_experts(table, model).items():
-        message = f"'{table[pattern]}' on a matrix that holds a gate's features and then those of up"
-        diagnostics.append(Diagnostic(f'styles."{pattern}"', message, f"write '{style}', which shards each of the two"))
-    doubled: dict[tuple[str, ...], list[str]] = {}
-    for name, patterns in choice.matches.items():
-        if len(patterns) > 1:
-            doubled.setdefault(tuple(patterns), []).append(name)
-    for patterns, modules in doubled.items():
-        which = " and ".join(f"'{pattern}' = '{table[pattern]}'" for pattern in patterns)
-        message = f"{len(patterns)} styles on {_some(modules)}: {which}"
-        diagnostics.append(
-            Diagnostic(f'styles."{patterns[-1]}"', message, "make the patterns exclude each other, or remove one")
-        )
-    return diagnostics
-
-
-def _nothing_matches(key: str, pattern: str, style: str, names: list[str], parameters: Iterable[str]) -> Diagnostic:
-    if parameters:
-        fix = f"leave the last part off, or take a style for parameters: {', '.join(PARAMETER_STYLES)}"
-        return Diagnostic(key, f"'{pattern}' matches a parameter, but '{style}' is for a module", fix)
-    return matches_nothing(key, pattern, names)
-
-
-def _by_kind(names: Iterable[str], model: ModelOutline) -> list[tuple[str, list[ModuleOutline]]]:
-    """Group modules by class, each with a name to show: a pattern wrong for one layer is wrong for all alike."""
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        module = model.modules[name]
-        kinds.setdefault((module.type_name, module.kind), []).append(name)
-    return [(_some(named), [model.modules[name] for name in named]) for named in kinds.values()]
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _unsuited(style: str, module: ModuleOutline) -> str | None:
-    linear, embedding = module.is_linear, module.kind == "embedding"
-    if style in ("packed_rowwise", "grouped_gemm"):
-        return "it is for a parameter: name it, as in 'mlp.experts.gate_up_proj'"
-    if style.startswith("embedding_") and not embedding:
-        return f"use '{style.removeprefix('embedding_')}' for a Linear" if linear else "it is for an Embedding"
-    if style.startswith(("colwise", "rowwise", "packed_")) and not linear:
-        if not embedding:
-            return "it is for a Linear"
-        named = f"embedding_{style}"
-        suited = named if named in STYLES else f"embedding_{style.removeprefix('packed_').partition('_')[0]}"
-        return f"use '{suited}' for an Embedding"
-    return None
-
-
-def _check_heads(plan: ParallelPlan, choice: StyleChoice, model: ModelOutline) -> list[Diagnostic]:
-    """Attention splits the features of q, k and v into heads: ranks must hold whole ones."""
-    diagnostics: dict[str, Diagnostic] = {}
-    tp = plan.mesh.tp
-    for name, style in choice.by_name.items():
-        if name not in model.modules:
-            continue  # A parameter.
-        module, size = model.modules[name], model.modules[name.rpartition(".")[0]].head_dim
-        if style != "colwise" or module.out_features is None or size is None:
-            continue
-        heads = module.out_features // size
-        if heads % tp:
-            shown = generalise([name])[0]
-            divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-            message = f"{shown} has {heads} heads of size {size}, which tp = {tp} does not divide"
-            fix = f"make mesh.tp one of {divisors}, or the number of heads a multiple of {tp}"
-            diagnostics.setdefault(shown, Diagnostic("mesh.tp", message, fix))
-    return list(diagnostics.values())
-
-
-def _check_tied(choice: StyleChoice, model: ModelOutline) -> list[Diagnostic]:
-    diagnostics = []
-    styled = choice.by_name
-    for names in model.tied:
-        modules = [name.rpartition(".")[0] for name in names]
-        # One without a style that only holds the parameter takes it as it becomes.
-        modules = [module for module in modules if module in styled or model.modules[module].kind != "other"]
-        dims = {module: _sharded_dim(styled.get(module, "replicate")) for module in modules}
-        if len(set(dims.values())) > 1:
-            message = f"{' and '.join(names)} are one tensor with " + " and ".join(
-                f"'{styled.get(module, 'replicate')}'" for module in modules
-            )
-            fix = "give them styles that shard the same dim, such as 'embedding_rowwise' and 'colwise_gather_output'"
-            diagnostics.append(Diagnostic(f'styles."{modules[0]}"', message, fix))
-    return diagnostics
-
-
-def _sharded_dim(style: str) -> int | None:
-    """Return the dim of the weight that a style shards."""
-    if style.startswith(("colwise", "embedding_rowwise")):
-        return 0
-    return 1 if style.startswith(("rowwise", "embedding_colwise")) else None
+        return [*error.diagnostics, *found]
+    styled = _found("styles", applied, plan, choice.by_name, model)
+    return [*check_styles(plan, choice, model), *styled, *found]
 
 
 def _check_groups(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
@@ -330,11 +230,6 @@ def _check_optimizer(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic
     return [*diagnostics, *check_groups(plan, names), *check_tied_groups(plan, model)]
 
 
-def blocks_of(model: ModelOutline) -> str:
-    """Return the pattern of the first list of several modules, outermost first; empty if there is none."""
-    return next(iter(block_lists(model)), "")
-
-
 def _check_length(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     limit = positions(model.config)
     if limit is None or plan.data.sequence_length <= limit:
@@ -344,29 +239,45 @@ def _check_length(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     return [Diagnostic("data.sequence_length", message, fix)]
 
 
-# Each takes a plan, and reads its numbers alone.
-_OF_NUMBERS = (
-    _check_training,
-    check_unused_keys,
-    check_pipeline,
-    check_fsdp,
-    check_communication,
-    check_memory,
-    check_home_values,
-    check_states,
-    check_context,
-    check_overlap,
-    check_sequence,
-    check_accumulation,
-    check_deterministic,
-    check_validation,
-    check_best,
-    check_profile,
-    check_saving,
-    check_group_values,
-    check_compile,
-    check_expert_options,
-    check_adapter,
-    check_objective,
-    _check_device,
+CHECKS = (
+    Check(_check_training, apply=False),
+    Check(check_unused_keys, apply=False),
+    Check(check_pipeline),
+    Check(check_fsdp),
+    Check(check_communication),
+    Check(check_memory),
+    Check(check_home_values),
+    Check(check_states),
+    Check(check_context),
+    Check(check_overlap),
+    Check(check_sequence, apply=False),
+    Check(check_accumulation, apply=False),
+    Check(check_deterministic),
+    Check(check_validation, apply=False),
+    Check(check_best, apply=False),
+    Check(check_profile, apply=False),
+    Check(check_saving),
+    Check(check_group_values, apply=False),
+    Check(check_compile),
+    Check(check_expert_options),
+    Check(check_adapter, apply=False),
+    Check(check_objective, apply=False),
+    Check(_check_device),
+    Check(_check_groups, "model"),
+    Check(_check_length, "model"),
+    Check(check_auxiliary_loss, "model"),
+    Check(_check_optimizer, "model"),
+    Check(check_attention, "model"),
+    Check(check_packing, "model"),
+    Check(check_answers, "model"),
+    Check(check_balance, "model"),
+    Check(check_scores, "model"),
+    Check(check_activations, "model"),
+    Check(check_compiled, "model"),
+    Check(check_homes, "model"),
+    Check(check_budget, "model", apply=False),
+    Check(check_experts, "styles"),
+    Check(check_scattered, "styles"),
+    Check(check_overlapped, "styles"),
 )
+"""All checks, in the order in which what they find is shown."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic
 from hp_plan.structure.outline import ModelOutline
 from hp_platform import get_platform
 from hp_styles import ParallelStyle
-from hp_styles.extend import OVERLAPPING, overlapping
+from hp_styles.extend import STYLES
 
 _KEY = "communication.async_tensor_parallel"
 
@@ -52,15 +52,16 @@ def overlapped(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOutlin
     """
     if plan.communication.async_tensor_parallel == "off":
         return styles
-    return {**styles, **{name: overlapping(styles[name]) for name in _chosen(styles, model)}}
+    return {**styles, **{name: make() for name, make in _chosen(styles, model).items()}}
 
 
-def _chosen(styles: Mapping[str, str], model: ModelOutline) -> list[str]:
-    return [
-        name
+def _chosen(styles: Mapping[str, str], model: ModelOutline) -> dict[str, Callable[[], ParallelStyle]]:
+    return {
+        name: make
         for name, style in styles.items()
-        if style in OVERLAPPING
+        if style in STYLES
+        and (make := STYLES[style].overlapped) is not None
         and name in model.modules
         and model.modules[name].kind == "linear"
         and not model.modules[name].own_forward
-    ]
+    }

@@ -19,8 +19,8 @@ from typing import Any
 
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic
-from hp_plan.structure.outline import ModelOutline, generalise, matching
-from hp_styles.extend import SCATTERING, DegreeError, kv_copies, split_degrees
+from hp_plan.structure.outline import ModelOutline, block_lists, generalise, matching
+from hp_styles.extend import STYLES, DegreeError, kv_copies, split_degrees
 
 _LAYERS = ("full_attention", "sliding_attention")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob", "attn_dropout_prob")
@@ -57,26 +57,26 @@ def check_sequence(plan: ParallelPlan) -> list[Diagnostic]:
     return [Diagnostic("data.sequence_length", message, f"make it {-(-length // chunks) * chunks}")]
 
 
-def check_attention(plan: ParallelPlan, model: ModelOutline, blocks: str) -> list[Diagnostic]:
+def check_attention(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     """Check that only attention mixes the model's tokens, that it can be spread, and that the loss counts tokens.
 
     Args:
         plan: the plan.
         model: its model.
-        blocks: the pattern of the model's blocks, empty where it has no list of them.
     """
     if plan.mesh.cp == 1:
         return []
-    return [*_check_mixing(plan, model, blocks), *_check_heads(plan, model), *_check_loss(plan, model)]
+    return [*_check_mixing(plan, model), *_check_heads(plan, model), *_check_loss(plan, model)]
 
 
 def _refused(plan: ParallelPlan, message: str, fix: str) -> Diagnostic:
     return Diagnostic("mesh.cp", f"cp = {plan.mesh.cp}, but {message}", fix)
 
 
-def _check_mixing(plan: ParallelPlan, model: ModelOutline, blocks: str) -> Iterator[Diagnostic]:
+def _check_mixing(plan: ParallelPlan, model: ModelOutline) -> Iterator[Diagnostic]:
     """Refuse what mixes tokens and is no attention that a style spreads: each rank would mix its own part alone."""
     leave, config = "leave cp out", model.config
+    blocks = next(iter(block_lists(model)), "")
     attention = [name for name, module in model.modules.items() if module.attention]
     without = [
         name for name in matching(blocks, model.names) if not any(each.startswith(f"{name}.") for each in attention)
@@ -137,7 +137,7 @@ def check_scattered(plan: ParallelPlan, styles: Mapping[str, str], model: ModelO
         styles: of the model's modules, by name.
         model: its model.
     """
-    if plan.mesh.cp == 1 or SCATTERING.isdisjoint(styles.values()):
+    if plan.mesh.cp == 1 or {each.scattered for each in STYLES.values()}.isdisjoint(styles.values()):
         return []
     attention = [name for name, module in model.modules.items() if module.attention]
     bare = generalise(name for name in attention if not any(each.startswith(f"{name}.") for each in styles))

@@ -1,4 +1,4 @@
-"""Modules that compute on plain local tensors; see Note [Plain regions] in `hp_styles.names`."""
+"""Modules that compute on plain local tensors; see Note [Plain regions] in `hp_styles.tensor.regions`."""
 
 from __future__ import annotations
 
