@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from hp_fsdp.groups.managed_params import BLOCK
 from hp_platform import get_platform
+from hp_platform.extend import CopyLink
 
 ALIGNMENT = 64
 """Parameters and pieces start at multiples of this many bytes: a cache line, and more than vector loads ask for."""
@@ -36,19 +37,6 @@ class MixedPrecisionPolicy:
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
     """Nothing is offloaded: the default, and the base of the other policies."""
-
-
-class CopyLink(Protocol):
-    """The streams of copies between device and host, which several may share; `hp_offload.SwapManager` is one."""
-
-    @property
-    def streams(self) -> tuple[Any, Any]:
-        """Get the streams of copies to the host and to the device."""
-        ...
-
-    def note(self, what: str, name: str) -> None:
-        """Take note of an event."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

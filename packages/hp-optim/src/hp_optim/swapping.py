@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hp_optim.chained import ChainedOptimizer
 from hp_optim.port import port
 from hp_platform import get_platform
+from hp_platform.extend import CopyLink
 
 Optimizer = Any
 Stream = Any
@@ -59,22 +60,6 @@ class SwapOptimizerConfig:
 
 
 _DEFAULT = SwapOptimizerConfig()
-
-
-class CopyLink(Protocol):
-    """The streams on which copies between device and host run, each in the order in which they are issued.
-
-    `hp_offload.SwapManager` is one: activations and states that share it never compete for the bus.
-    """
-
-    @property
-    def streams(self) -> tuple[Stream | None, Stream | None]:
-        """Get the streams of copies to the host and to the device; None where copies are done at once."""
-        ...
-
-    def note(self, what: str, name: str) -> None:
-        """Take note of an event: "load", "update" or "store" of a slice."""
-        ...
 
 
 class OwnLink:

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from hp_platform.platforms.launchers import memory_bytes, peak_resident_bytes, processor_name, reset_peak_resident_bytes
 from hp_platform.platforms.ports import choose_kind
 from hp_platform.port import Capabilities, port
+
+
+class CopyLink(Protocol):
+    """The streams on which copies between device and host run, each in the order in which they are issued.
+
+    `hp_offload.SwapManager` is one: parameters, activations and states that share it never compete for the bus.
+    """
+
+    @property
+    def streams(self) -> tuple[Any, Any]:
+        """Get the streams of copies to the host and to the device; None where copies are done at once."""
+        ...
+
+    def note(self, what: str, name: str) -> None:
+        """Take note of an event, such as "load" of what is called `name`."""
+        ...
 
 
 class Share:

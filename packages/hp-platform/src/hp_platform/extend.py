@@ -15,6 +15,7 @@ from hp_platform.communication.agreement import (
 from hp_platform.communication.carriers import carrier_of, run_unobserved, set_transport
 from hp_platform.communication.checks import attribute_to, attributed_modules, observers
 from hp_platform.communication.topology import Hosts, Level, hosts_of, level, level_of
+from hp_platform.devices import CopyLink
 from hp_platform.failures.debugging import TERMINAL, inspect_error, open_debugger
 from hp_platform.failures.flight import Flight, beating, note_step, read_flight, record_flight
 from hp_platform.failures.hangs import (
@@ -57,6 +58,7 @@ from hp_platform.platforms.ports import (
 from hp_platform.values import TreeSum, list_leaves, map_nested, subtrees
 
 __all__ = [
+    "CopyLink",
     "DEVICE",
     "FailedRankError",
     "Flight",

@@ -18,13 +18,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hp_optim.options import parameter_names
-from hp_optim.swapping import CopyLink, SwapOptimizerConfig, check_state_keys, cut_in_slices
+from hp_optim.swapping import SwapOptimizerConfig, check_state_keys, cut_in_slices
 from hp_optim.torch.adamw import AdamW
 from hp_optim.torch.exchanges.bucket import local_device
 from hp_optim.torch.muon import Muon
 from hp_optim.torch.states.blocks import Block, Members
 from hp_optim.torch.states.momenta import Event, Pairs, SwappedMomenta, Transfers, aligned, held, part, release
 from hp_platform import get_platform
+from hp_platform.extend import CopyLink
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _SLOTS = 3

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from hp_dtensor import DeviceMesh
 from hp_fsdp.axes import DataAxes, ReduceScatterGroup
-from hp_fsdp.options import CopyLink
 from hp_platform import collectives, get_platform
+from hp_platform.extend import CopyLink
 from hp_platform.torch.host import empty_on_host
 
 

@@ -22,11 +22,10 @@ import torch
 from hp_dtensor.torch.extend import grad_spec, reduce_partial_grads, wrap
 from hp_fsdp.axes import DataAxes
 from hp_fsdp.groups.managed_params import FlatLayout
-from hp_fsdp.options import CopyLink
 from hp_fsdp.torch.groups.communication import Communication, D2HCopy
 from hp_fsdp.torch.groups.parameter import ManagedParameter
 from hp_platform import collectives
-from hp_platform.extend import attribute_to
+from hp_platform.extend import CopyLink, attribute_to
 
 _plain = torch._C.DisableTorchFunctionSubclass
 _get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]

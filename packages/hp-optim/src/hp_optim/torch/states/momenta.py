@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from hp_optim.swapping import CopyLink, OwnLink, SwapOptimizerConfig, cut_in_slices
+from hp_optim.swapping import OwnLink, SwapOptimizerConfig, cut_in_slices
 from hp_optim.torch.states.blocks import view_like, wrapped_like
+from hp_platform.extend import CopyLink
 from hp_platform.torch.host import empty_on_host
 
 Event = Any
