@@ -8,9 +8,11 @@ import json
 from rich.console import Console
 
 from hp_plan import ModuleDifference, VerifyResult
+from hp_platform import get_platform
 from hyper_parallel.reports.display import JsonReporter, LineReporter, RichReporter, verify_table
 from hyper_parallel.reports.output import Curve, Step, Summary, draw_loss
 
+MEMORY = "peak resident" if get_platform().devices.kind == "cpu" else "peak memory"
 STEPS = [Step(i, 5.0 / i, 1.25, 1e-3, 12345.6, 300 << 20, 0.5) for i in range(1, 41)]
 SUMMARY = Summary(40, 5.0, 0.13, 1000, 20.0, (300 << 20, 200 << 20), "runs/x", "runs/x/checkpoint", "def [bold]f():")
 SUMMARY = dataclasses.replace(SUMMARY, averaged=4, files=("metrics.jsonl", "loss.png"))
@@ -80,7 +82,7 @@ def test_lines_where_there_is_no_terminal():
             reporter.step(step)
     reporter.finished(SUMMARY)
     lines = stream.getvalue().splitlines()
-    assert lines[1].split() == "step loss grad norm tokens/s peak memory".split()
+    assert lines[1].split() == f"step loss grad norm tokens/s {MEMORY}".split()
     assert lines[2].split() == ["1", "5.0000", "1.250", "12,346", "300", "MiB"]
     numbers = [*range(1, 11), 15, 20, 23, 28, 33, 38, 40]
     assert [line.split()[0] for line in lines[2 : 2 + len(numbers)]] == list(map(str, numbers))

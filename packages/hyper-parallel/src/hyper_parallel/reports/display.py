@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from hp_plan import VerifyResult
+from hp_platform import get_platform
 from hyper_parallel.reports.output import Step, Summary, as_json
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from hyper_parallel.commands.doctor import Finding
     from hyper_parallel.training.evaluating import Evaluation
 
-_COLUMNS = {"step": 6, "loss": 9, "grad norm": 10, "tokens/s": 10, "peak memory": 12, "": 0}
+_COLUMNS = {"step": 6, "loss": 9, "grad norm": 10, "tokens/s": 10, "memory": 13, "": 0}
+_MEMORY = {True: "peak resident", False: "peak memory"}  # on a CPU it is that of the whole process
 _FIRST = 10  # steps that each have a line where there is no terminal
 _SECONDS = 5.0  # between two lines after them
 _SHOWN = str.maketrans(dict.fromkeys((*range(9), *range(11, 32), 127), "�"))  # a terminal may obey these
@@ -116,7 +118,7 @@ class RichReporter:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False)
-        for name, width in _COLUMNS.items():
+        for name, width in zip(_headings(), _COLUMNS.values()):
             table.add_column(name, justify="right" if name else "left", min_width=width, no_wrap=not name)
         for step in self._latest:
             table.add_row(*_cells(step))
@@ -142,7 +144,7 @@ class LineReporter:
         """Print the title and the names of the columns, and at the end the last step, if it has no line."""
         self._steps = steps
         self._console.print(title, soft_wrap=True)
-        self._line(_COLUMNS)
+        self._line(_headings())
         try:
             yield
         finally:
@@ -214,7 +216,7 @@ def print_summary(console: Console, summary: Summary, *, title: str) -> None:
         "steps": f"{summary.steps}",
         "loss": f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at the end{_mean(summary.averaged)}",
         "tokens": f"{summary.tokens:,} in {summary.seconds:.1f} s: {summary.tokens_per_second:,.0f} a second",
-        **({"peak memory": f"{memory} (rank 0, 1, ...)"} if memory else {}),
+        **({_memory(): f"{memory} (rank 0, 1, ...)"} if memory else {}),
         "run folder": summary.folder,
         **({"with": ", ".join(summary.files)} if summary.files else {}),
         "checkpoint": summary.checkpoint,
@@ -299,6 +301,14 @@ def verify_table(result: VerifyResult) -> Table:
         numbers = [f"{number:.1e}" for number in (row.output, row.gradient, row.weight, row.largest)]
         table.add_row(Text(row.module), *numbers, style="red" if row.largest > result.tolerance else "")
     return table
+
+
+def _headings() -> tuple[str, ...]:
+    return tuple(_memory() if name == "memory" else name for name in _COLUMNS)
+
+
+def _memory() -> str:
+    return _MEMORY[get_platform().devices.kind == "cpu"]
 
 
 def _cells(step: Step) -> tuple[str, ...]:
