@@ -386,8 +386,15 @@ def cpu_build(session: nox.Session, python: Path, requirement: str) -> list[str]
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Runs every packages/*/benchmarks/bench_*.py, one after the other; `-- hp-fsdp` runs those of one package."""
+    """Runs every packages/*/benchmarks/bench_*.py, one after the other; `-- hp-fsdp` runs those of one package.
+
+    `-- summary` prints the figures that are far from their bar, beside it and what was kept last.
+    """
     install(session, *PACKAGES, extras="[torch,test]")
+    if session.posargs[:1] == ["summary"]:
+        install_transformers(session)
+        session.run("python", "packages/hyper-parallel/benchmarks/summary.py", *session.posargs[1:])
+        return
     benchmarks = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/benchmarks/bench_*.py"))
     chosen = [path for path in benchmarks if not session.posargs or any(part in path for part in session.posargs)]
     if not chosen:

@@ -115,6 +115,7 @@ def rank_main(rank: int, folder: str, mib: int, store: str) -> None:
         for name, took in seconds.items():
             peer = name.split(":")[0] + ": DCP"
             read = f", {reads[name] / total:.2f} x read" if "load" in name else ""
+            note_figure("CPU over DCP's", name, took / seconds[peer])
             print(f"{name}: {took:.3f} s CPU, {took / seconds[peer]:.2f} of DCP's{read}")
     stall(base, rank, full)
     steps_beside(base, rank, full)

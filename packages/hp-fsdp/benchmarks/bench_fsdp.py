@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from hp_testing import note_figure
+
 LAYERS, VOCABULARY, FAKE_RANKS = 12, 1024, (64, 1024)
 PARTS = ("steps", "host", "memory", "bits")
 MICRO_BATCHES, STEPS, RANKS = 24, 3, (1, 2, 3, 4, 8)  # of the comparison of bits
@@ -316,6 +318,9 @@ def show(title: str, rows: dict[str, Row], targets: dict[str, float], unit: floa
         cells = [f"{row[kind] * unit:10.2f}" if kind in row else " " * 10 for kind in ("ours", "torch", "none", "raw")]
         target = f"{'<= ' + str(targets[name]):>9}" if name in targets else " " * 9
         over_raw = f"{row['ours'] / row['raw']:7.2f}" if "raw" in row else ""
+        note_figure(title, name, row["ours"] / row["torch"])
+        if "raw" in row:
+            note_figure(title, f"{name}, over raw", row["ours"] / row["raw"])
         print(f"{name:38}{''.join(cells)}{row['ours'] / row['torch']:8.2f}{target}{over_raw}".rstrip())
     if collectives is not None:
         print(f"collectives a step: ours {collectives['ours']:.0f}, FSDP2 {collectives['torch']:.0f};", end=" ")

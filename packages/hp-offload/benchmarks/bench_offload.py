@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hp_offload import CheckpointPolicy, Saved, apply_memory_plan, checkpoint, plan_memory, trace_saved
+from hp_testing import note_figure
 
 BLOCKS, LENGTH, PARTS = 4, 64, ("recompute", "plan", "model")
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -118,6 +119,7 @@ def bench_recompute(hidden: int, repeats: int) -> None:
             ("and attention", "light, attention", "torch, attention"),
         ):
             extra = (times[light] - times["full"]) / (times[theirs] - times["torch full"])
+            note_figure(f"hidden {hidden}, {kind}", f"extra over full, {what}", extra)
             print(f"hidden {hidden:4}  {kind}: extra over full, {what}: light / torch {extra:.2f}")
 
 

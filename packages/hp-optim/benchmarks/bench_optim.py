@@ -29,6 +29,7 @@ from hp_optim.muon.ownership import Placed, assign
 from hp_optim.muon.rules import NS_VARIANTS, split
 from hp_optim.torch.newton_schulz import orthogonalize
 from hp_platform import collectives, count_collectives, get_platform
+from hp_testing import note_figure
 
 PARTS = ("process", "adamw", "swap", "codes", "ranks", "host", "bytes")
 SHAPES = [(128, 128)] * 12 + [(128, 512)] * 8
@@ -54,6 +55,7 @@ def show(title: str, row: Row, ours: str, targets: dict[str, float], unit: float
     print(f"\n{title}")
     for name, seconds in row.items():
         ratio = f"{row[ours] / seconds:8.2f}" if name != ours else " " * 8
+        note_figure(title, name, row[ours] / seconds)
         target = f"  (<= {targets[name]})" if name in targets else ""
         print(f"  {name:44}{seconds * unit:10.2f} {what}{ratio}{target}".rstrip())
 

@@ -24,6 +24,7 @@ import hp_pipeline
 from hp_pipeline import PipelineStage, placed
 from hp_pipeline.messages.channels import Channel, Message
 from hp_pipeline.running.runner import Runner, Settings
+from hp_testing import note_figure
 
 RANKS, RANK, MICRO, WIDTH = 4, 1, 8, 4
 NAMES = {
@@ -123,6 +124,7 @@ def main() -> None:
             rows.append([timed(each, 10) for each in (run, peer, plain)])
         own, other, base = (statistics.median(column) for column in zip(*rows, strict=True))
         own, other = ((value - base) / actions * 1e6 for value in (own, other))
+        note_figure("host time an action over torch's", name, own / other)
         print(f"{name:26} {actions:8d} {own:9.1f} {other:9.1f} {own / other:6.2f}")
     dist.destroy_process_group()
 

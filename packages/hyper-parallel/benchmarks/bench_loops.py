@@ -23,6 +23,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from hp_testing import note_figure
+
 HERE = Path(__file__).parent
 MODEL = {
     "vocab_size": 256,
@@ -73,6 +75,8 @@ def main(rounds: int, steps: int) -> None:
     for name in programs:
         peer = LOOPS.get(name)
         ratio = "" if peer is None else f", {speed[peer] / speed[name]:.2f} times as fast with a {peer}"
+        if peer is not None:
+            note_figure("seconds a token of a plan", f"over the loop {name!r}", speed[name] / speed[peer])
         ends = f"loss from {losses[name][0]:.2f} to {min(losses[name]):.2f}"  # samples are drawn in other orders
         print(f"{name}: {speed[name]:,.0f} tokens/s, {lines[name]} lines, {ends}{ratio}")
 

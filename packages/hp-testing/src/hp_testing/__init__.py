@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
+from hp_testing.figures import note_figure
 from hp_testing.pools.pool import RankError, close_pools, on_ranks, run_ranks
 from hp_testing.pools.target import as_array, as_tensor, device_type
 
-__all__ = ["RankError", "as_array", "as_tensor", "close_pools", "device_type", "on_ranks", "run_ranks"]
+__all__ = ["RankError", "as_array", "as_tensor", "close_pools", "device_type", "note_figure", "on_ranks", "run_ranks"]
