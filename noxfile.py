@@ -392,7 +392,6 @@ def bench(session: nox.Session) -> None:
     """
     install(session, *PACKAGES, extras="[torch,test]")
     if session.posargs[:1] == ["summary"]:
-        install_transformers(session)
         session.run("python", "packages/hyper-parallel/benchmarks/summary.py", *session.posargs[1:])
         return
     benchmarks = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/benchmarks/bench_*.py"))

@@ -32,6 +32,7 @@ from torch.distributed.tensor import init_device_mesh as torch_mesh
 import hp_platform
 from hp_checkpoint import Checkpointer, load, save
 from hp_dtensor import DTensor, Shard, init_device_mesh
+from hp_testing import note_figure
 
 RANKS, TENSORS, ROUNDS = 2, 32, 5
 
