@@ -124,14 +124,17 @@ def prepare(tables: dict[str, Any], nproc: int | None) -> int:
     Args:
         tables: of the plan.
         nproc: the number of ranks to start; None is the mesh's.
+
+    Raises:
+        PlanError: something is wrong with the plan whatever its model is; nothing was started.
     """
     place = launcher_place()
     if place is not None:
         return place.world_size
     read, diagnostics = read_plan(tables)
     ranks = nproc or read.mesh.world_size
-    if not diagnostics:
-        launcher().start_server(read, ranks)
+    refuse_by_itself(read, diagnostics, ranks)
+    launcher().start_server(read, ranks)
     return ranks
 
 
