@@ -132,7 +132,10 @@ class Port(Protocol):
     def needs_gradient(self, tensor: Tensor) -> bool: ...
 
     def arrive(self, tensors: Sequence[Tensor], needed: Sequence[bool]) -> Arrival:
-        """Put received tensors at the root of a graph; those that are needed get gradients, and may be written to."""
+        """Put what was received at the root of a graph; those that are needed get gradients, and may be written to.
+
+        Those that are not needed may be other values than tensors.
+        """
         ...
 
     def deferring(self, module: Any) -> tuple[Deferred, Any]:

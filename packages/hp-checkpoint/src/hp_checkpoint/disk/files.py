@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,8 +67,7 @@ class Kind:
         return prod(self.shape) * DTYPES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor that is stored by itself.
 
     Attributes:
@@ -87,8 +87,12 @@ class Chunk:
     @staticmethod
     def dense(offsets: tuple[int, ...], sizes: tuple[int, ...], file: str, offset: int) -> Chunk:
         """Return a chunk whose elements are side by side in the file, row-major."""
-        strides = tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-        return Chunk(offsets, sizes, file, offset, strides)
+        return Chunk(offsets, sizes, file, offset, _row_major(sizes))
+
+
+@lru_cache(maxsize=1024)
+def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +205,7 @@ def read_header(file: str, size: int, prefix: bytes, content: bytes) -> tuple[En
                 f" to be at [{begin}, {end}) of {size - start}: the file is cut off, or its header is wrong"
             )
         entries.append(Entry(name, kind, file, start + begin))
-    check_overlaps(file, entries)
+    check_overlaps(file, [(entry.offset, entry.kind.nbytes, entry.name) for entry in entries])
     return tuple(entries)
 
 
@@ -245,6 +249,17 @@ def whole(value: Any) -> int:
     return value
 
 
+def all_whole(values: Collection[Any]) -> None:
+    """Refuse numbers of which one is not `whole`; many are checked at once.
+
+    Raises:
+        ValueError: one is something else.
+    """
+    if set(map(type, values)) - {int} or min(values, default=0) < 0:
+        for value in values:
+            whole(value)
+
+
 def sizes_of(values: Iterable[Any]) -> tuple[int, ...]:
     """Return a shape of a file, whose elements a program can count.
 
@@ -257,18 +272,22 @@ def sizes_of(values: Iterable[Any]) -> tuple[int, ...]:
     return sizes
 
 
-def check_overlaps(file: str, entries: Sequence[Entry]) -> None:
+def check_overlaps(file: str, ranges: Iterable[tuple[int, int, str]]) -> None:
     """Check that no byte belongs to two tensors.
+
+    Args:
+        file: its name, for errors.
+        ranges: first byte, number of bytes and name of each tensor.
 
     Raises:
         InvalidCheckpointError: one does.
     """
     end, before = 0, ""
-    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.kind.nbytes)):
-        if entry.kind.nbytes and entry.offset < end:
-            raise InvalidCheckpointError(f"{file}: the tensors {before!r} and {entry.name!r} overlap")
-        if entry.kind.nbytes:
-            end, before = entry.offset + entry.kind.nbytes, entry.name
+    for offset, nbytes, name in sorted(ranges):
+        if nbytes and offset < end:
+            raise InvalidCheckpointError(f"{file}: the tensors {before!r} and {name!r} overlap")
+        if nbytes:
+            end, before = offset + nbytes, name
 
 
 def check_cover(where: str, entry: Entry, chunks: Sequence[Chunk]) -> None:
@@ -278,20 +297,23 @@ def check_cover(where: str, entry: Entry, chunks: Sequence[Chunk]) -> None:
         InvalidCheckpointError: they overlap, leave elements out, or reach beyond the tensor.
     """
     shape, text = entry.kind.shape, f"{where}: tensor {shown(entry.name)} of shape {list(entry.kind.shape)}"
-    for chunk in chunks:
-        same = len(chunk.offsets) == len(chunk.sizes) == len(shape)
-        boxes = zip(chunk.offsets, chunk.sizes, shape, strict=True) if same else ()
-        if not same or any(min(at, n) < 0 or at + n > size for at, n, size in boxes):
-            raise InvalidCheckpointError(f"{text} has a chunk of {list(chunk.sizes)} at {list(chunk.offsets)}")
-    if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
-        raise InvalidCheckpointError(f"{text} has chunks of {sum(prod(each.sizes) for each in chunks):,} elements")
-    chunks = [chunk for chunk in chunks if prod(chunk.sizes)]
-    if len(chunks) > 1:
-        low = np.array([chunk.offsets for chunk in chunks])
+    wrong = [chunk for chunk in chunks if not len(chunk.offsets) == len(chunk.sizes) == len(shape)]
+    if not wrong:
+        low = np.array([chunk.offsets for chunk in chunks]).reshape(len(chunks), len(shape))
+        sizes = np.array([chunk.sizes for chunk in chunks]).reshape(len(chunks), len(shape))
+        outside = (low < 0) | (sizes < 0) | (low > np.array(shape) - sizes)
+        wrong = [chunks[at] for at in np.flatnonzero(outside.any(1)).tolist()]
+    for chunk in wrong:
+        raise InvalidCheckpointError(f"{text} has a chunk of {list(chunk.sizes)} at {list(chunk.offsets)}")
+    counts = [prod(chunk.sizes) for chunk in chunks]
+    if sum(counts) != prod(shape):
+        raise InvalidCheckpointError(f"{text} has chunks of {sum(counts):,} elements")
+    filled = np.flatnonzero(counts)
+    if len(filled) > 1:
         along = max(range(len(shape)), key=lambda dim: len(np.unique(low[:, dim])))
-        order = np.argsort(low[:, along], kind="stable")
+        order = filled[np.argsort(low[filled, along], kind="stable")]
         low, chunks = low[order], [chunks[at] for at in order.tolist()]
-        high = low + np.array([chunk.sizes for chunk in chunks])
+        high = low + sizes[order]
         # Sorted along a dim, so those that begin behind a chunk's end there, and all after them, are apart from it.
         stops = np.searchsorted(low[:, along], high[:, along])
         for one in np.flatnonzero(stops > np.arange(1, len(chunks) + 1)).tolist():

@@ -8,14 +8,16 @@ Note [Checksums]
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import re
 import shutil
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import isfinite, isnan, prod
 from pathlib import Path
@@ -29,6 +31,7 @@ from hp_checkpoint.disk.files import (
     Chunk,
     Entry,
     Kind,
+    all_whole,
     check_cover,
     check_file_name,
     check_overlaps,
@@ -151,12 +154,13 @@ class Manifest:
             raise InvalidCheckpointError(
                 f"{where}: its hash is wrong: the file was changed, or not written to its end. Load an older checkpoint"
             )
-        tree = strict_json(content, where)
-        newer = tree.get("version")
-        if isinstance(newer, int) and newer > VERSION:
-            raise _newer(where, newer)
         try:
-            return _parsed(tree, where)
+            with _uncollected():
+                tree = strict_json(content, where)
+                newer = tree.get("version")
+                if isinstance(newer, int) and newer > VERSION:
+                    raise _newer(where, newer)
+                return _parsed(tree, where)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             if isinstance(error, InvalidCheckpointError):
                 raise
@@ -205,6 +209,18 @@ def entry_of(manifest: Manifest, address: tuple[str, str]) -> Entry | None:
     return entries.get(name) or entries.get(manifest.aliases.get(part, {}).get(name, ""))
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector off, which would go through the millions of values of a large manifest many times."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _places(entry: Entry) -> Iterator[tuple[str, int, int]]:
     """List where a tensor is: files with first byte and end."""
     if not entry.chunks:
@@ -250,24 +266,28 @@ def _parsed(tree: dict[str, Any], where: str) -> Manifest:
     for name, file in files.items():
         _check_cover(name, file, block_bytes, where)
     parts: dict[str, dict[str, Entry]] = {}
-    by_file: dict[str, list[Entry]] = {}
+    by_file: dict[str, list[tuple[int, int, str]]] = {file: [] for file in files}
     for part, inner in tree["parts"].items():
         parts[part] = {}
         for name, (dtype, shape, *place) in inner.items():
             chunked = len(place) == 1
             ranges = [(file, at, tuple(box)) for file, at, _, box in place[0]] if chunked else [(*place, tuple(shape))]
+            all_whole([offset for _, offset, _ in ranges])
+            counts: dict[tuple[int, ...], int] = {}  # most chunks have the same sizes
             for file, offset, sizes in ranges:
-                end = whole(offset) + prod(map(whole, sizes)) * DTYPES.get(dtype, 0)
-                if dtype not in DTYPES or file not in files or end > files[file].size:
+                if sizes not in counts:
+                    all_whole(sizes)
+                    counts[sizes] = prod(sizes) * DTYPES.get(dtype, 0)
+                if dtype not in DTYPES or file not in files or offset + counts[sizes] > files[file].size:
                     raise InvalidCheckpointError(
                         f"{where}: tensor {shown(name)}, {shown(dtype)} of shape {shown(list(sizes))} at"
                         f" {shown(offset)} of {shown(file)}, is in no file of it"
                     )
-                by_file.setdefault(file, []).append(Entry(name, Kind(dtype, sizes), file, offset))
+                by_file[file].append((offset, counts[sizes], name))
             kind = Kind(dtype, sizes_of(shape))
             parts[part][name] = _in_chunks(name, kind, place[0], where) if chunked else Entry(name, kind, *place)
-    for file, entries in by_file.items():
-        check_overlaps(f"{where}: {file}", entries)
+    for file, stored in by_file.items():
+        check_overlaps(f"{where}: {file}", stored)
     step, versions, aliases = tree["step"], tree["versions"], tree["aliases"]
     if step is not None:
         whole(step)
@@ -281,9 +301,8 @@ def _in_chunks(name: str, kind: Kind, boxes: Sequence[Sequence[Any]], where: str
     """Return a tensor that is stored in chunks, after a check that they are all of it."""
     if kind.dtype not in DTYPES:
         raise InvalidCheckpointError(f"{where}: tensor {shown(name)} has dtype {shown(kind.dtype)}, which is not known")
-    chunks = tuple(
-        Chunk.dense(tuple(map(whole, start)), tuple(sizes), file, offset) for file, offset, start, sizes in boxes
-    )
+    chunks = tuple([Chunk.dense(tuple(start), tuple(sizes), file, offset) for file, offset, start, sizes in boxes])
+    all_whole([at for chunk in chunks for at in chunk.offsets])
     entry = Entry(name, kind, "", 0, chunks)
     check_cover(where, entry, chunks)
     return entry
@@ -298,21 +317,24 @@ def _metric(tree: Mapping[str, Any]) -> float | None:
 
 
 def _rows(sums: Sequence[Sequence[Any]]) -> tuple[tuple[int, int, int, int, int], ...]:
-    return tuple(sorted((whole(f), whole(n), whole(c), whole(s), int(value, 16)) for f, n, c, s, value in sums))
+    rows = sorted([(f, n, c, s, int(value, 16)) for f, n, c, s, value in sums])
+    for column in (*zip(*rows, strict=True),)[:4]:
+        all_whole(column)
+    return tuple(rows)
 
 
 def _check_cover(name: str, file: FileSums, block_bytes: int, where: str) -> None:
     """Check that the checksums of each block are of as many bytes as it has."""
-    covered: dict[int, int] = {}
+    covered: Counter[int] = Counter()
     for first, length, count, stride, _ in file.rows:
         block, end = first // block_bytes, first + (count - 1) * stride + length
         if not length or not count or end > min((block + 1) * block_bytes, file.size):
             raise InvalidCheckpointError(
                 f"{where}: a checksum of {name} is of bytes {first} to {end}, in no block of it"
             )
-        covered[block] = covered.get(block, 0) + length * count
+        covered[block] += length * count
     for block in range(-(-file.size // block_bytes)):
-        count = covered.get(block, 0)
+        count = covered[block]
         if count != min(block_bytes, file.size - block * block_bytes):
             raise InvalidCheckpointError(f"{where}: the checksums of {name} are of {count} bytes of block {block}")
 

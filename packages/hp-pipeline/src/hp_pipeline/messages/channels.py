@@ -26,7 +26,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -203,10 +203,6 @@ class Message(NamedTuple):
             self.joined,
         )
 
-    def tensors(self) -> list[Any]:
-        """List the leaves that are tensors."""
-        return [leaf for leaf in self.leaves if port().is_tensor(leaf)]
-
 
 class Packed(NamedTuple):
     """A message as it is sent.
@@ -237,7 +233,7 @@ class Channel:
         self.signature: Signature | None = None
         self._posted: deque[tuple[list[Any], list[Any]]] = deque()
         self._left = 0
-        self._sent: dict[Any, list[tuple[Any, Any, int]]] = {}
+        self._sent: dict[Any, list[tuple[Any, Any, int]]] = defaultdict(list)
         self.overwritten = False
         self._version = port().version
         self._collectives = get_platform().collectives
@@ -254,7 +250,7 @@ class Channel:
 
     def pack(self, message: Message) -> Packed:
         """Return what ``post`` sends of a message; whatever may be wrong with it is raised here, before all of it."""
-        tensors = message.tensors()
+        tensors = [leaf for leaf in message.leaves if port().is_tensor(leaf)]
         for leaf in tensors:
             why = port().refuse(leaf, self.device)
             if why:
@@ -307,7 +303,7 @@ class Channel:
     def _put(self, tensor: Any, piece: Any) -> None:
         group, peer, tag, _ = self.link
         handle = self._collectives.send(tensor, peer, group=group, tag=tag, async_op=True)
-        self._sent.setdefault(piece, []).append((handle, tensor, self._version(tensor)))
+        self._sent[piece].append((handle, tensor, self._version(tensor)))
 
     def release(self, piece: Any) -> None:
         """Let go of what was sent of a piece, which the receiver has, and note whether somebody wrote to it before."""
@@ -356,10 +352,12 @@ class Channel:
         structure, leaves, needed, layouts, joined = self.signature
         for handle in handles:
             handle.wait()
-        self._post()
-        received = iter(tensors)
-        values = [next(received) if is_tensor else value for is_tensor, value in leaves]
-        return Message(values, needed, structure, layouts, joined=joined)
+        if self._left:
+            self._post()
+        if len(tensors) < len(leaves):
+            received = iter(tensors)
+            tensors = [next(received) if is_tensor else value for is_tensor, value in leaves]
+        return Message(tensors, needed, structure, layouts, joined=joined)
 
     def _read_header(self) -> bool:
         """Read what goes before a message; return whether a message follows."""
@@ -396,7 +394,8 @@ class Channel:
 
     def forget(self) -> None:
         """Drop what is under way, after an error from which the ranks cannot go on."""
-        self._sent, self._left, self.overwritten = {}, 0, False
+        self._left, self.overwritten = 0, False
+        self._sent.clear()
         self._posted.clear()
 
 

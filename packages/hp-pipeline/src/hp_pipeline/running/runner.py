@@ -13,7 +13,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hp_pipeline.messages.channels import FAILED, Again, Failed, Message
 from hp_pipeline.messages.wiring import (
@@ -27,7 +27,7 @@ from hp_pipeline.messages.wiring import (
     stage_facts,
 )
 from hp_pipeline.orders.checking import parts_of
-from hp_pipeline.orders.pipeline import SHARDING, SWAPPING, MetaStep, MetaStepType, Order, Pipeline
+from hp_pipeline.orders.pipeline import SHARDING, SWAPPING, TRANSFERS, MetaStep, MetaStepType, Order, Pipeline
 from hp_pipeline.orders.simulation import halves
 from hp_pipeline.port import Swapper, port
 from hp_pipeline.running.agreement import Agreement, PipelineError, StallWatchdog, gave_up
@@ -60,6 +60,20 @@ class Settings:
     overlap: CommComputeOverlap | None
     swapper: Swapper | None
     fingerprint: int
+
+
+class _Receive(NamedTuple):
+    """What a step receives.
+
+    Attributes:
+        key: of the channel.
+        channel: by which a message comes.
+        released: messages of this rank that its sender has received before.
+    """
+
+    key: Key
+    channel: AnyChannel
+    released: Sequence[tuple[AnyChannel, Piece]]
 
 
 class Runner:
@@ -145,15 +159,12 @@ class Runner:
             return self._bound_sharding(step, self.sharded[stage])
         assert micro is not None
         piece = micro, step.seq_index
-        transfers = {
-            _T.FWD_RECV: self._receive,
-            _T.BWD_RECV: self._receive,
-            _T.FWD_SEND: self._send,
-            _T.BWD_SEND: self._send,
-        }
-        if kind in transfers:
-            channels = [(key, self.channels[key]) for key in keys_of(self.pipeline, step)]
-            return functools.partial(transfers[kind], channels, piece)
+        keys = keys_of(self.pipeline, step) if kind in TRANSFERS else ()
+        if kind in (_T.FWD_RECV, _T.BWD_RECV):
+            receives = [_Receive(key, self.channels[key], self._released(key, piece)) for key in keys]
+            return functools.partial(self._receive, receives, piece)
+        if kind in TRANSFERS:
+            return functools.partial(self._send, [(key, self.channels[key]) for key in keys], piece)
         compute = {
             _T.FORWARD: self._forward,
             _T.BACKWARD: self._backward,
@@ -167,7 +178,11 @@ class Runner:
     def _customized(self, step: MetaStep, work: Callable[[], object]) -> Callable[[], None]:
         if step.step_type in self.custom:
             work = functools.partial(self.custom[step.step_type], step, work)
-        return functools.partial(self._guarded, step, work)
+        return functools.partial(self._tried, step, work)
+
+    def _released(self, key: Key, piece: Piece) -> list[tuple[AnyChannel, Piece]]:
+        """List the messages of this rank that are known to have come when one of a piece comes."""
+        return [(self.channels[sent], its) for sent, its in self.receipts.get((key, piece), ())]
 
     def _bound_sharding(self, step: MetaStep, sharded: ShardedStage) -> Callable[[], None]:
         """Bind a step of the ranks of a stage's shards: they take it together, after a failure too."""
@@ -179,7 +194,7 @@ class Runner:
         work = works[step.step_type]
         if step.step_type in self.custom:
             work = functools.partial(self.custom[step.step_type], step, work)
-        return functools.partial(self._tried, step, work)
+        return functools.partial(self._tried, step, work, always=True)
 
     def _bound_pair(self, step: MetaStep) -> Callable[[], None]:
         parts, overlap = [self._bound(part) for part in step.sub_steps or ()], self.settings.overlap
@@ -190,14 +205,11 @@ class Runner:
         return self._customized(step, functools.partial(_run_all, parts))
 
     # ---- steps ----
-    def _guarded(self, step: MetaStep, work: Callable[[], object]) -> None:
-        """Compute unless this rank failed before; a failure is kept for the end of the run."""
-        if self.failure is None:
-            self._tried(step, work)
-
-    def _tried(self, step: MetaStep, work: Callable[[], object]) -> None:
+    def _tried(self, step: MetaStep, work: Callable[[], object], *, always: bool = False) -> None:
+        """Compute, unless this rank failed before; a failure is kept for the end of the run."""
         try:
-            work()
+            if self.failure is None or always:
+                work()
         except LostRankError:
             raise
         except Exception as error:  # what a stage raises
@@ -209,14 +221,14 @@ class Runner:
         self.text = f"rank {self.ranks.name} at {step}: {type(error).__name__}: {error}"
         self.patience.failed(self.text)
 
-    def _receive(self, channels: Sequence[tuple[Key, AnyChannel]], piece: Piece) -> None:
-        for (source, target, ahead), channel in channels:
+    def _receive(self, receives: Sequence[_Receive], piece: Piece) -> None:
+        for (source, target, ahead), channel, released in receives:
             if not ahead and (source, target, piece) in self.dead:
                 continue
-            flow = self.flows.get((source, piece)) if not ahead else None
-            message = channel.receive(piece, flow.outputs if flow is not None else None)
-            for key, sent in self.receipts.get(((source, target, ahead), piece), ()):
-                self.channels[key].release(sent)
+            flow = None if ahead else self.flows.get((source, piece))
+            message = channel.receive(piece, None if flow is None else flow.outputs)
+            for sender, sent in released:
+                sender.release(sent)
             if isinstance(message, Failed):
                 if ahead and message is FAILED:
                     self.dead.add((source, target, piece))
@@ -292,7 +304,7 @@ class Runner:
     def _trains(self, stage: int, flow: MicroBatchState) -> bool:
         """Tell whether something that a stage computes with needs gradients."""
         weights = port().named_parameters(self.stages[stage].submodule).values()
-        inputs = [tensor for arrived in flow.arrivals for tensor in arrived.arrival.tensors]
+        inputs = [tensor for arrived in flow.arrivals for tensor in arrived.arrival.tensors if port().is_tensor(tensor)]
         return any(map(port().needs_gradient, (*weights, *inputs)))
 
     def _arrive(self, source: int, stage: int, piece: Piece) -> tuple[Any, ...]:
@@ -306,21 +318,16 @@ class Runner:
             own = port().copied if sent or outputs.joined else port().detach
             leaves = [own(leaf) if port().is_tensor(leaf) else leaf for leaf in outputs.leaves]
             message = Message(leaves, outputs.needed, outputs.structure, outputs.layouts, joined=outputs.joined)
-        leaves = list(message.leaves)
-        places = [place for place, leaf in enumerate(leaves) if port().is_tensor(leaf)]
-        arrival = port().arrive([leaves[place] for place in places], [message.needed[place] for place in places])
-        for place, tensor in zip(places, arrival.tensors, strict=True):
-            leaves[place] = tensor
+        arrival = port().arrive(message.leaves, message.needed)
+        leaves = list(arrival.tensors)
         if message.joined:
             self.flows[stage, piece].watch_joined(source, [leaves[place] for place in message.joined])
         for place, layout in message.layouts.items():
             leaves[place] = self.stages[stage].wrapped(leaves[place], layout)
-        if len(places) < len(leaves):
+        if len(leaves) > 1:
             leaves = [leaves[leaf.place] if type(leaf) is Again else leaf for leaf in leaves]
         if self.pipeline.has_backward:
-            nothing: list[Any] = [None] * len(leaves)
-            empty = Message(nothing, [False] * len(leaves), message.structure, message.layouts, message.origins)
-            self.flows[stage, piece].arrivals.append(Arrived(source, arrival, places, empty))
+            self.flows[stage, piece].arrivals.append(Arrived(source, arrival, message))
         value = port().unflatten(leaves, message.structure)
         return value if type(value) is tuple else (value,)
 
@@ -335,8 +342,9 @@ class Runner:
         assert outputs is not None
         if self.pipeline.successors[stage]:
             # The last stage first, as autograd does on one device, in whatever order they came.
-            columns = [flow.gradients[after] for after in sorted(flow.gradients, reverse=True)]
-            gradients = [_total(column) for column in zip(*columns, strict=True)]
+            gradients, *others = [flow.gradients[after] for after in sorted(flow.gradients, reverse=True)]
+            if others:
+                gradients = [_total(column) for column in zip(gradients, *others, strict=True)]
             flow.gradients = {}
         else:
             factor = 1 / len(self.batches) if self.settings.scale_grads else 1.0
@@ -356,13 +364,13 @@ class Runner:
             port().backward(self.stages[stage].submodule, arrivals, roots, starts, flow.deferred)
         if state is not None:
             state.pass_back()
-        for source, arrival, places, message in flow.arrivals:
-            for place, gradient in zip(places, arrival.gradients(), strict=True):
-                message.leaves[place] = gradient
+        for source, arrival, message in flow.arrivals:
+            leaves = arrival.gradients()
             if self.pipeline.placement[source] == self.rank:
-                self.flows[source, piece].gradients[stage] = message.leaves
+                self.flows[source, piece].gradients[stage] = leaves
             else:
-                self.outbox[source, stage, piece] = message
+                nothing, (_, _, structure, layouts, origins, _) = [False] * len(leaves), message
+                self.outbox[source, stage, piece] = Message(leaves, nothing, structure, layouts, origins)
         flow.arrivals = []
         if (stage, piece) not in self.split:
             del self.flows[stage, piece]
@@ -410,10 +418,11 @@ class Runner:
                 channel.expect(self.counts[channel])
             for work in self.program:
                 work()
-                self.patience.move()
+                if self.failure is not None:
+                    self.patience.move()
             for (source, _, ahead), channel in self.channels.items():
                 kind = _T.FORWARD if ahead else _T.BACKWARD
-                self._tried(MetaStep(None, kind, source), channel.finish)
+                self._tried(MetaStep(None, kind, source), channel.finish, always=True)
             for sharded in self.sharded.values():
                 sharded.end()
             return [self.losses[piece] for piece in sorted(self.losses)]

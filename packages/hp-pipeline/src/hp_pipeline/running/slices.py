@@ -337,9 +337,8 @@ class MicroBatchState:
 
 
 class Arrived(NamedTuple):
-    """A message at the root of a stage's graph; `places` are those of its tensors among its leaves."""
+    """A message at the root of a stage's graph."""
 
     source: int
     arrival: Arrival
-    places: list[int]
     message: Message

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hp_platform import get_platform
 from hp_platform.frames import current_frame, frame
-from hp_platform.torch.heavy import DeferredGradients, backward_in, mark
+from hp_platform.torch.heavy import DeferredGradients, backward_in, mark, run_backward
 
 T = torch.Tensor
 _LEAF = pytree.tree_flatten(0)[1]
@@ -129,18 +129,22 @@ class _Arrive(torch.autograd.Function):
     """The root of a stage's graph: Note [What arrives]."""
 
     @staticmethod
-    def forward(ctx: Any, begin: T, gradients: list[T | None], tensors: list[T]) -> tuple[T, ...]:
+    def forward(ctx: Any, begin: T, gradients: list[T | None], places: list[int], tensors: list[T]) -> tuple[T, ...]:
         ctx.gradients = gradients  # not what holds the tensors too: they lead to this node, and all would be a cycle
+        ctx.places = places
         ctx.set_materialize_grads(False)
-        return tuple(tensors)
+        return tuple([tensors[place] for place in places])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: T | None) -> tuple[None, None, None]:
-        for place, gradient in enumerate(gradients):
+    def backward(ctx: Any, *gradients: T | None) -> tuple[None, None, None, None]:
+        for place, gradient in zip(ctx.places, gradients, strict=True):
             own = ctx.gradients[place]
             if gradient is not None:
                 ctx.gradients[place] = gradient if own is None else own + gradient
-        return None, None, None
+        return None, None, None, None
+
+
+_arrive: Any = super(torch.autograd.Function, _Arrive).apply  # type: ignore[misc]  # 4 us are for functorch
 
 
 @functools.cache
@@ -152,19 +156,19 @@ class Arrival:
     """Tensors from another stage, and their gradients."""
 
     def __init__(self, tensors: Sequence[T], needed: Sequence[bool]) -> None:
-        self.tensors, self.needed = list(tensors), list(needed)
-        self._gradients: list[T | None] = [None] * sum(self.needed)
-        if self._gradients and torch.is_grad_enabled():
-            places = [place for place, need in enumerate(self.needed) if need]
-            rooted = _Arrive.apply(_begin(), self._gradients, [self.tensors[place] for place in places])
+        self.tensors = list(tensors)
+        self._gradients: list[T | None] = [None] * len(self.tensors)
+        places = [place for place, need in enumerate(needed) if need]
+        if places and torch.is_grad_enabled():
+            rooted = _arrive(_begin(), self._gradients, places, self.tensors)
             for place, tensor in zip(places, rooted, strict=True):
                 self.tensors[place] = tensor
 
     def gradients(self) -> list[T | None]:
         """Take the gradients, one for each tensor."""
-        taken = iter(self._gradients[:])
-        self._gradients[:] = [None] * len(self._gradients)
-        return [next(taken) if need else None for need in self.needed]
+        taken = self._gradients[:]
+        self._gradients[:] = [None] * len(taken)
+        return taken
 
 
 def arrive(tensors: Sequence[T], needed: Sequence[bool]) -> Arrival:
@@ -227,7 +231,7 @@ def backward(
     deferred: DeferredGradients | None,
 ) -> None:
     if deferred is None:
-        torch.autograd.backward(outputs, gradients)
+        run_backward(outputs, gradients)
         return
     with frame(weights=deferred) as current:  # for checkpoints, which compute layers again
         backward_in(current, outputs, gradients)

@@ -169,7 +169,7 @@ class _Staged:
 
 def _staged(tensor: torch.Tensor, group: ProcessGroup) -> bool:
     """Tell whether to go through the host's memory, which is all that gloo sends from."""
-    return tensor.device.type != "cpu" and _backend_name(tensor, group) == "gloo"
+    return not tensor.is_cpu and _backend_name(tensor, group) == "gloo"
 
 
 def _wait(work: Any) -> None:

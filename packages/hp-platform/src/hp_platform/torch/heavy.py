@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -239,6 +240,20 @@ def _linear_forward(module: nn.Linear, site: str, input: T) -> T:
 _backward_frames: dict[int, Frame] = {}  # by autograd's number of a backward under way
 
 
+def run_backward(roots: Sequence[T | GradientEdge], gradients: Sequence[T]) -> None:
+    """Run backward as `torch.autograd.backward` does, which compares shapes in 10 us of Python before the engine does.
+
+    Args:
+        roots: where backward begins.
+        gradients: of the roots, one each.
+    """
+    if any(type(root) is not T and type(root) is not GradientEdge for root in roots):
+        torch.autograd.backward([*roots], gradients)  # type: ignore[arg-type]  # subclasses may have their own
+        return
+    run: Any = graph._engine_run_backward
+    run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def backward_in(current: Frame, outputs: Sequence[T], gradients: Sequence[T]) -> None:
     """Run backward; marked linear layers that a checkpoint computes again meanwhile are computed in a frame.
 
@@ -257,7 +272,7 @@ def backward_in(current: Frame, outputs: Sequence[T], gradients: Sequence[T]) ->
 
     hooks = [output.register_hook(begun) for output in outputs]
     try:
-        torch.autograd.backward(outputs, gradients)
+        run_backward(outputs, gradients)
     finally:
         for hook in hooks:
             hook.remove()
@@ -373,4 +388,4 @@ class DeferredGradients:
                 edges += each
                 gradients += compute()
         if edges:
-            torch.autograd.backward(edges, gradients)
+            run_backward(edges, gradients)
