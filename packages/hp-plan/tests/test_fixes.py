@@ -420,6 +420,15 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
         [f'memory.homes."{MLP}"=host', ("-memory.homes", "mesh.dp_shard=4")],
     ),
     (
+        "leave it out, or tie_word_embeddings = false",
+        {
+            "model": TIED,
+            "mesh": {"tp": 2},
+            "memory": {"homes": {"model.embed_tokens": "host"}},
+        },
+        ["-memory.homes", "model.overrides.tie_word_embeddings=false"],
+    ),
+    (
         "leave it out, or memory.cache",
         {"mesh": {"tp": 2}, "memory": {"homes": {MLP: "host"}, "cache": "1GiB"}},
         ["-memory.cache", ("-memory.homes", "-memory.cache")],

@@ -170,6 +170,18 @@ REFUSED = {
 }
 
 
+def test_who_shares_a_parameter_is_at_home_too() -> None:
+    tied = {"model": {"config": "LlamaConfig", "overrides": {**SMALL, "tie_word_embeddings": True}}}
+    embed, both = ({"homes": dict.fromkeys(names, "host")} for names in (["*.embed_tokens"], ["*.*_tokens", "lm_head"]))
+    (found,) = lint(llama(**tied, memory=embed))
+    assert "lm_head.weight as well; give both a home" in str(found)
+    assert lint(llama(**tied, memory=both)) == () == lint(llama(memory=embed, mesh={"tp": 2}))
+    for memory in (embed, both):
+        (found,) = lint(llama(**tied, memory=memory, mesh={"tp": 2}))
+        assert found.key.startswith("memory.homes.") and "tie_word_embeddings = false" in found.fix
+    assert lint(llama(**tied, memory=both, mesh={"pp": 2})) == ()
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name) -> None:
     memory, sections, match = REFUSED[name]

@@ -9,6 +9,7 @@ Note [Homes on one rank and on several]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -88,6 +89,7 @@ def check_homes(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
                 message = f"'{pattern}' matches {name}, and '{chosen[other]}' matches {other}: one module has one home"
                 diagnostics.setdefault(key, Diagnostic(key, message, "name the one or the other"))
             chosen.setdefault(name, pattern)
+    diagnostics.update(_check_tied(plan, model, chosen))
     cache = _cache(plan)
     largest = max(chosen, key=lambda name: _elements(model, name), default=None)
     if cache is not None and largest is not None:
@@ -96,6 +98,18 @@ def check_homes(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
             message = f"got {plan.memory.cache}, and the parameters of {largest} take {size(needed)}"
             diagnostics["memory.cache"] = Diagnostic("memory.cache", message, "raise it, or give smaller modules homes")
     return list(diagnostics.values())
+
+
+def _check_tied(plan: ParallelPlan, model: ModelOutline, chosen: Mapping[str, str]) -> dict[str, Diagnostic]:
+    """Check that who shares a parameter has a home, too; a parameter is of one group, where there are groups."""
+    for names in model.tied if plan.mesh.pp == 1 else ():  # stages have groups for theirs
+        held = {home: name for name in names for home in chosen if name.startswith(f"{home}.")}
+        outside = [name for name in names if not any(name.startswith(f"{home}.") for home in held)]
+        if held and (outside or (in_groups(plan) and len(held) > 1)):
+            key, (name, other) = f"memory.homes.{chosen[next(iter(held))]}", [*held.values(), *outside][:2]
+            fix = "leave it out, or tie_word_embeddings = false" if in_groups(plan) else "give both a home"
+            return {key: Diagnostic(key, f"{name} is {other} as well", fix)}
+    return {}
 
 
 def visits(plan: ParallelPlan) -> bool:
