@@ -108,6 +108,7 @@ HOST: dict[str, dict[str, Any]] = {
     "swap": plan_tables({"dp_shard": 2}, memory={"swap": _BLOCKS}),
     "offload": plan_tables({"dp_shard": 2}, fsdp={"offload": True}),
     "swap_slices": plan_tables({"dp_shard": 2}, optimizer={"swap_slices": 4}),
+    "homes": plan_tables({"tp": 2}, memory={"homes": dict.fromkeys(_BLOCKS, "host")}, run={"accumulate": 2}),
 }
 """Plans that have something in the host's memory."""
 HOST_THOROUGH: dict[str, dict[str, Any]] = {
@@ -121,6 +122,8 @@ HOST_THOROUGH: dict[str, dict[str, Any]] = {
     "offload, bfloat16": plan_tables({"dp_shard": 2}, fsdp={"offload": True, "param_dtype": "bfloat16"}),
     "offload, recompute": plan_tables({"dp_shard": 2}, fsdp={"offload": True}, memory={"recompute": _BLOCKS}),
     "offload, tp": plan_tables({"dp_shard": 2, "tp": 2}, fsdp={"offload": True}),
+    "homes, sharded": plan_tables({"dp_shard": 2}, memory={"homes": {"model.layers.[01]": "host"}}),
+    "homes, replicated": plan_tables({"dp_replicate": 2}, memory={"homes": dict.fromkeys(_BLOCKS, "host")}),
     "swap_slices, muon": plan_tables({"dp_shard": 2}, optimizer={"name": "muon", "swap_slices": 4}),
     "swap_slices, swap": plan_tables({"dp_shard": 2}, optimizer={"swap_slices": 4}, memory={"swap": _BLOCKS}),
 }

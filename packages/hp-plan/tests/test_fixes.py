@@ -415,6 +415,25 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("leave it out, or give memory.homes", {"memory": {"cache": "4MiB"}}, ["-memory.cache"]),
     ("write 'host'", {"memory": {"homes": {MLP: "disk"}}}, [f'memory.homes."{MLP}"=host']),
     (
+        "write 'host', or make mesh.dp_shard larger",
+        {"memory": {"homes": {MLP: "neighbour"}}},
+        [f'memory.homes."{MLP}"=host', ("-memory.homes", "mesh.dp_shard=4")],
+    ),
+    (
+        "leave it out, or tie_word_embeddings = false",
+        {
+            "model": TIED,
+            "mesh": {"tp": 2},
+            "memory": {"homes": {"model.embed_tokens": "host"}},
+        },
+        ["-memory.homes", "model.overrides.tie_word_embeddings=false"],
+    ),
+    (
+        "leave it out, or memory.cache",
+        {"mesh": {"tp": 2}, "memory": {"homes": {MLP: "host"}, "cache": "1GiB"}},
+        ["-memory.cache", ("-memory.homes", "-memory.cache")],
+    ),
+    (
         "leave it out, or run.deterministic",
         {"memory": {"homes": {MLP: "host"}}, "run": {"deterministic": True}},
         ["-memory.homes", "-run.deterministic"],

@@ -1,11 +1,23 @@
-"""[memory] homes of a plan: parameters on the host, with the same bits, and what can't have them."""
+"""[memory] homes of a plan: parameters on the host, on one rank and several, and what can't have them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hp_plan import ParallelPlan, PlanError, apply, build_model, build_optimizer, dry_run, lint
+import hp_fsdp
+from hp_offload import SwapManager
+from hp_plan import (
+    ParallelPlan,
+    PlanError,
+    apply,
+    build_model,
+    build_optimizer,
+    build_parallel_model,
+    dry_run,
+    lint,
+    verify,
+)
 from hp_plan.port import models
 from hp_plan.structure.memory import host_bytes, training_bytes
 from hp_testing import device_type, on_ranks
@@ -18,7 +30,7 @@ SMALL = {
     "intermediate_size": 32,
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
 }
 HOMES = {"model.layers.*": "host"}
 
@@ -53,15 +65,77 @@ def test_an_unmodified_model_trains_from_the_host(recompute) -> None:
     torch.testing.assert_close(placed, plain, rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(1)
+def test_a_model_that_is_built_under_its_plan_is_the_whole_one_at_home() -> None:
+    plan = llama(memory={"homes": HOMES}, data={"batch_size": 2, "sequence_length": 8})
+    torch.testing.assert_close(build_parallel_model(plan).state_dict(), build_model(plan).state_dict(), rtol=0, atol=0)
+    assert verify(plan, tolerance=1e-12).passed
+
+
+RANKS = {
+    "sharded": {"mesh": {"dp_shard": 4}, "optimizer": {"name": "muon"}},
+    "replicated": {"mesh": {"dp_replicate": 4}, "run": {"accumulate": 2}},
+    "tensor": {"mesh": {"tp": 4}, "optimizer": {"name": "muon"}, "run": {"accumulate": 2, "grad_clip": 0.1}},
+    "stages": {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"schedule": "zbv"}, "run": {"grad_clip": 0.1}},
+    "deterministic": {"mesh": {"dp_shard": 2, "dp_replicate": 2}, "run": {"deterministic": True, "accumulate": 2}},
+    "stages, replicated": {"mesh": {"pp": 2, "dp_replicate": 2}},
+    "context": {"mesh": {"cp": 4}, "run": {"accumulate": 2}},
+}
+THOROUGH = ("stages, replicated", "context")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.thorough if each in THOROUGH else ()) for each in RANKS]
+)
+def test_ranks_train_the_weights_of_one_process(name) -> None:
+    data = {"batch_size": 8, "sequence_length": 8}
+    result = verify(llama(**RANKS[name], data=data, memory={"homes": HOMES}), tolerance=1e-10)
+    assert result.passed, (result.first, result.largest)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("axis", ["dp_shard", "tp"])
+def test_homes_are_groups_whose_shards_are_on_the_host(axis, monkeypatch) -> None:
+    seen, shard = {}, hp_fsdp.fully_shard
+
+    def noted(module, **given):
+        seen[module] = given["offload_policy"]
+        return shard(module, **given)
+
+    monkeypatch.setattr(hp_fsdp, "fully_shard", noted)
+    homes = {"model.layers.[01]": "host", "model.embed_tokens": "host"}
+    plan = llama(mesh={axis: 2}, memory={"homes": homes}, fsdp={} if axis == "tp" else {"groups": ["*.*.*.mlp"]})
+    model = apply(build_model(plan, device=device_type()), plan)
+    modules = {name: seen[module] for name, module in model.named_modules() if module in seen}
+    on_host = {name for name, policy in modules.items() if policy is not None}
+    inner = set() if axis == "tp" else {"model.layers.0.mlp", "model.layers.1.mlp"}
+    assert on_host == {"model.layers.0", "model.layers.1", "model.embed_tokens"} | inner
+    assert len(modules) == {"tp": 8, "dp_shard": 10}[axis]
+    assert all(modules[name].link is SwapManager() for name in on_host)
+    tokens = torch.arange(16, device=device_type()).view(2, 8)
+    with SwapManager().record() as log:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    loads = [name for what, name in log if what == "load"]
+    # Where no axis shards and the host is the device, what is at home is there.
+    assert bool(loads) is (axis == "dp_shard" or device_type() != "cpu")
+
+
 def test_bytes_of_the_device_and_of_the_host() -> None:
     plan, placed = llama(), llama(memory={"homes": HOMES, "cache": "20 KiB"})
     outline = models().outline(build_model(plan, device="meta"))
     model = build_model(plan, device="meta")
-    layers = sum(each.numel() for each in model.model.layers.parameters())
+    layers = sum(each.numel() for name, each in model.named_parameters() if ".layers." in name)
     on_host = host_bytes(placed, outline)
     assert on_host == training_bytes(plan, outline) * layers // outline.elements
     assert training_bytes(placed, outline) == training_bytes(plan, outline) - on_host + 20 * 1024
     assert host_bytes(plan, outline) == 0
+    ranks = {"mesh": {"dp_shard": 2, "tp": 2}, "run": {"accumulate": 2}}
+    plan, placed = llama(**ranks), llama(**ranks, memory={"homes": {"*": "host"}})
+    assert host_bytes(placed, outline) == (training_bytes(plan, outline) - 4 * outline.trained // 2), "none waits"
+    plan, placed = (llama(mesh={"tp": 2}, memory={"homes": each}) for each in ({}, HOMES))
+    visiting = 2 * 4 * layers // 6 // 2
+    assert training_bytes(placed, outline) == training_bytes(plan, outline) - host_bytes(placed, outline) + visiting
 
 
 def test_plans_with_homes(tmp_path) -> None:
@@ -77,7 +151,7 @@ REFUSED = {
     "nothing": ({"homes": {"model.layer.*": "host"}}, {}, r"'model.layer.\*' matches no module"),
     "list": ({"homes": {"model.layers": "host"}}, {}, "model.layers"),
     "unknown": ({"homes": {"model.layers.*": "disk"}}, {}, "got 'disk'; the one home is 'host'"),
-    "neighbour": ({"homes": {"model.layers.*": "neighbour"}}, {}, "not built yet; the one home is 'host'"),
+    "neighbour": ({"homes": {"model.layers.*": "neighbour"}}, {}, "whose memory is as full as this rank's"),
     "inside": (
         {"homes": {"model.layers.*": "host", "model.layers.*.mlp": "host"}},
         {},
@@ -87,13 +161,25 @@ REFUSED = {
     "size": ({"homes": HOMES, "cache": "1 gig"}, {}, "got '1 gig', expected a number and a unit"),
     "alone": ({"cache": "1GiB"}, {}, "which nothing uses without homes"),
     "budget": ({"homes": HOMES, "budget": "1GiB"}, {}, "got homes with a budget"),
-    "mesh": ({"homes": HOMES}, {"mesh": {"dp_shard": 2}}, "got homes with the mesh .*, which shards"),
+    "cache of ranks": ({"homes": HOMES, "cache": "1GiB"}, {"mesh": {"tp": 2}}, "got homes with a cache, which one"),
     "offload": ({"homes": HOMES}, {"fsdp": {"offload": True}}, "got homes with fsdp.offload"),
     "states": ({"homes": HOMES}, {"optimizer": {"swap_slices": 4}}, "got homes with swap_slices"),
     "compile": ({"homes": HOMES}, {"compile": {"blocks": ["model.layers.*"]}}, "got homes with blocks to compile"),
     "dtype": ({"homes": HOMES}, {"fsdp": {"param_dtype": "bfloat16"}}, "got homes with param_dtype"),
     "deterministic": ({"homes": HOMES}, {"run": {"deterministic": True}}, "got homes with deterministic"),
 }
+
+
+def test_who_shares_a_parameter_is_at_home_too() -> None:
+    tied = {"model": {"config": "LlamaConfig", "overrides": {**SMALL, "tie_word_embeddings": True}}}
+    embed, both = ({"homes": dict.fromkeys(names, "host")} for names in (["*.embed_tokens"], ["*.*_tokens", "lm_head"]))
+    (found,) = lint(llama(**tied, memory=embed))
+    assert "lm_head.weight as well; give both a home" in str(found)
+    assert lint(llama(**tied, memory=both)) == () == lint(llama(memory=embed, mesh={"tp": 2}))
+    for memory in (embed, both):
+        (found,) = lint(llama(**tied, memory=memory, mesh={"tp": 2}))
+        assert found.key.startswith("memory.homes.") and "tie_word_embeddings = false" in found.fix
+    assert lint(llama(**tied, memory=both, mesh={"pp": 2})) == ()
 
 
 @pytest.mark.parametrize("name", REFUSED)

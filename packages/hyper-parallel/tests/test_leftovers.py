@@ -27,6 +27,7 @@ PLANS = {
     "sharded": {"mesh": {"dp_shard": 2}, "run": {"accumulate": 2, "grad_clip": 0.1}},
     "replicated": {"mesh": {"dp_replicate": 2}},
     "sharded, on the host": {"mesh": {"dp_shard": 2}, "fsdp": {"offload": True}},
+    "homes on the host": {"mesh": {"tp": 2}, "memory": {"homes": dict.fromkeys(BLOCKS, "host")}},
     "experts": {"mesh": {"dp_shard": 2, "ep": 2}, "model": EXPERTS},
     "experts, exact": {"mesh": {"dp_shard": 2, "ep": 2}, "model": EXPERTS, "experts": {"combine": "exact"}},
     "experts, in chunks": {

@@ -26,14 +26,14 @@ from hp_plan.checks.checks import check_model, check_plan, check_platform
 from hp_plan.features.blocks import compile_blocks, save_less
 from hp_plan.features.communication import host_axis, wire_of
 from hp_plan.features.experts import expert_styles, spread_experts, with_expert_axes
-from hp_plan.features.homes import place_homes
+from hp_plan.features.homes import in_groups, place_homes, with_home_axis
 from hp_plan.features.overlap import overlapped
 from hp_plan.features.pipelines import check_split, choose_order
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.structure.memory import memory_left
-from hp_plan.structure.outline import ModelOutline, block_lists, matches
+from hp_plan.structure.outline import ModelOutline, block_lists, matched_by, matches
 from hp_plan.structure.style_tables import choose_styles
 from hp_platform import get_platform
 from hp_platform.extend import agree, inside_launcher, launch_command, set_transport, share_bytes
@@ -96,7 +96,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if "cp" in axes:
         port.spread_attention(model)
     styles = choose_styles(plan, outline).by_name if "tp" in axes or plan.mesh.ep > 1 else {}
-    mesh = with_expert_axes(plan, mesh, expert_styles(styles))
+    mesh = with_home_axis(plan, with_expert_axes(plan, mesh, expert_styles(styles)))
     if "pp" in axes:
         return _in_stages(model, plan, mesh, outline, styles, everyone)
     _distribute(model, plan, mesh, outline, styles, outline.modules)
@@ -209,7 +209,7 @@ def _distribute(
         port.keep_border_plain(model, mesh["tp"], plain)
     if "cp" in axes:
         _spread_attention(model, plan, mesh, outline, here)
-    if plan.mesh.shard_axes and not plan.memory.homes:  # which one rank has, with plain parameters
+    if in_groups(plan):
         _shard(model, plan, mesh, outline, spread, here, alone)
     save_less(port.base(model), plan, outline, here)
     compile_blocks(port.base(model), plan, outline, here)
@@ -250,23 +250,26 @@ def _shard(
         alone: names of modules that are groups of their own.
     """
     port, axes = models(), plan.mesh.axes
-    over = _joined(mesh, plan.mesh.shard_axes)
+    over = _joined(mesh, plan.mesh.shard_axes or ("dp_shard",))
     if "dp_replicate" in axes:
         over = mesh["dp_replicate", "_".join(plan.mesh.shard_axes)]
     dtypes = {name: port.dtype(getattr(plan.fsdp, name)) for name in ("param_dtype", "reduce_dtype")}
     options = {
         "mesh": over,
         "reshard_after_forward": plan.fsdp.reshard_after_forward,
-        "offload_policy": hp_fsdp.CPUOffloadPolicy() if plan.fsdp.offload else None,
         "mp_policy": hp_fsdp.MixedPrecisionPolicy(**dtypes),
         "deterministic": plan.run.deterministic,
     }
-    groups = plan.fsdp.groups or block_lists(outline)
+    link = hp_offload.SwapManager() if get_platform().name == "torch" else None
+    policy = hp_fsdp.CPUOffloadPolicy(link=link)
+    groups, homes = plan.fsdp.groups or block_lists(outline), matched_by(plan.memory.homes, outline.names)
     for name, module in reversed(list(port.named_modules(port.base(model)))):
         grouped = name in alone or name in spread or any(matches(pattern, name) for pattern in groups)
-        if name and name in here and grouped:
-            hp_fsdp.fully_shard(module, **{**options, **spread.get(name, {})})
-    hp_fsdp.fully_shard(model, **options)
+        if name and name in here and (grouped or name in homes):
+            on_host = plan.fsdp.offload or any(f"{name}.".startswith(f"{home}.") for home in homes)
+            own = {"offload_policy": policy if on_host else None, **spread.get(name, {})}
+            hp_fsdp.fully_shard(module, **{**options, **own})
+    hp_fsdp.fully_shard(model, **options, offload_policy=policy if plan.fsdp.offload else None)
     wire = wire_of(plan)
     if wire is not None:
         model.set_custom_all_reduce(functools.partial(hp_onesided.all_reduce, wire=wire))

@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import Any
 
 import hp_offload
+from hp_plan.features.homes import in_groups
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic, near_misses
@@ -140,7 +141,7 @@ def check_compile(plan: ParallelPlan) -> list[Diagnostic]:
 def check_compiled(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     """Check that patterns name modules that are called, and around no other group of parameters."""
     diagnostics = []
-    groups = (plan.fsdp.groups or block_lists(model)) if plan.mesh.shard_axes else ()
+    groups = (plan.fsdp.groups or block_lists(model)) if in_groups(plan) else ()
     chosen = matched_by(plan.compile.blocks, model.names)
     apart = sorted(matched_by(groups, model.names) | chosen)
     for index, pattern in enumerate(plan.compile.blocks):

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from hp_pipeline import Costs, Order, Pipeline, Split, Trace, placed, simulate, split_model, synthesize
 from hp_pipeline.extend import Shape, SplitError, schedules
+from hp_plan.features.homes import in_groups
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
@@ -320,7 +321,7 @@ def check_split(plan: ParallelPlan, model: Any) -> list[Diagnostic]:
 
 def check_shared(plan: ParallelPlan, split: Split, placement: Sequence[int]) -> list[Diagnostic]:
     """Check that no weight that is sharded over data parallel ranks is in two stages of one rank: two groups."""
-    if not plan.mesh.shard_axes:
+    if not in_groups(plan):
         return []
     for info in split.shared:
         ranks = [placement[stage] for stage in info.shared_stage]
@@ -336,7 +337,7 @@ def check_shared(plan: ParallelPlan, split: Split, placement: Sequence[int]) -> 
 
 def _check_groups(plan: ParallelPlan, split: Split, model: Any) -> list[Diagnostic]:
     """Check that the module of a weight that stages share, which is a sharded group of its own, shares no other."""
-    if not plan.mesh.shard_axes:
+    if not in_groups(plan):
         return []
     tied = models().outline(model).tied
     for info in (each for index in range(len(split.stages)) for each in split.shared_in(index)):

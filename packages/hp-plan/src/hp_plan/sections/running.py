@@ -236,9 +236,10 @@ class MemorySection:
         recompute: patterns of modules that backward computes again, in place of what they save for it.
         swap: patterns of modules whose saved activations wait on the host.
         homes: where the parameters of modules live, with their gradients and optimizer states, by pattern:
-            `{"model.layers.*" = "host"}`. They visit the device when they are used (`hp_offload.place`); on one rank.
-        cache: bytes of the device for parameters that visit, such as `"4GiB"`. None is twice the largest module of
-            `homes`.
+            `{"model.layers.*" = "host"}`. They visit the device when they are used: on one rank by `hp_offload.place`,
+            on several as groups whose shards are on the host, as `fsdp.offload` has all of them.
+        cache: bytes of the device for parameters that visit, such as `"4GiB"`; on one rank. None is twice the largest
+            module of `homes`.
         bandwidth: between device and host, bytes a second in each direction; 0 swaps nothing.
     """
 

@@ -7,7 +7,7 @@ from math import prod
 from hp_offload.extend import parse_size, size
 from hp_optim.extend import is_hidden_matrix
 from hp_plan.features.experts import replicas
-from hp_plan.features.homes import cache_elements, elements_at_home
+from hp_plan.features.homes import cache_elements, elements_at_home, in_groups
 from hp_plan.features.loss import has_copy
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
@@ -62,7 +62,8 @@ def _trained_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
 
 def _waiting(plan: ParallelPlan, model: ModelOutline) -> int:
     """Return the elements of gradients that wait, unsharded, for the last micro-batch of a step."""
-    if plan.run.accumulate == 1 or not plan.mesh.shard_axes:
+    at_home = plan.memory.homes and not plan.run.deterministic  # gradients go home with each micro-batch
+    if plan.run.accumulate == 1 or not in_groups(plan) or at_home:
         return 0
     experts = sum(sum(map(prod, module.shapes.values())) for module in model.modules.values() if module.experts)
     on_a_rank = (model.trained - min(experts, model.trained)) // plan.mesh.tp + experts // plan.mesh.ep
@@ -146,5 +147,5 @@ def memory_left(plan: ParallelPlan, outline: ModelOutline) -> int:
     message = (
         f"got {plan.memory.budget}, and weights, gradients and optimizer states take {size(own)} of it on each rank"
     )
-    homes = ", or give blocks memory.homes in its place" if plan.mesh.world_size == 1 else ""
-    raise PlanError([Diagnostic("memory.budget", message, f"raise the budget, or mesh.dp_shard or mesh.tp{homes}")])
+    fix = "raise the budget, or mesh.dp_shard or mesh.tp, or give blocks memory.homes in its place"
+    raise PlanError([Diagnostic("memory.budget", message, fix)])

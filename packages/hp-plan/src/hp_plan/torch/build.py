@@ -29,6 +29,7 @@ from hp_optim import AdamW, AdamW8bit, ChainedOptimizer
 from hp_pipeline import PipelinedModel
 from hp_plan.application import apply
 from hp_plan.features.adapters import base_name, is_of_adapter
+from hp_plan.features.homes import visits
 from hp_plan.features.loss import reference_plan
 from hp_plan.features.optimizers import grouped, muon_and_adamw, optimized, scheduled_together, swapped
 from hp_plan.plan import ParallelPlan
@@ -276,6 +277,8 @@ def build_objective(
 def begin(plan: ParallelPlan) -> nn.Module:
     """Build the model to apply a plan to: on meta where `finish` can give it its weights."""
     section = plan.model
+    if visits(plan):
+        return build_model(plan, device="cpu")  # the device never holds all of it
     if plan.adapter.modules or (plan.adapter.kind is not None and not section.folder_has_weights):
         return _whole(plan)  # modules that are trained whole begin as copies
     if section.folder_has_weights:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hp_offload.extend import parse_size
 from hp_plan.application import apply
 from hp_plan.checks.verification import VerifyResult
 from hp_plan.features.loss import IGNORED
@@ -211,11 +212,16 @@ def _in_float64(plan: ParallelPlan) -> ParallelPlan:
     plan = dataclasses.replace(plan, compile=CompileSection(), communication=communication)
     fsdp = dataclasses.replace(plan.fsdp, param_dtype=None, reduce_dtype=None)
     run = dataclasses.replace(plan.run, dtype="float64")
-    memory = MemorySection()
+    # Bytes are for the plan's own dtypes: in float64 parameters and activations get as many times more.
+    memory = MemorySection(homes=plan.memory.homes)
+    if plan.memory.cache is not None:
+        cache = parse_size(plan.memory.cache) * BYTES["float64"] // BYTES[plan.run.dtype]
+        memory = dataclasses.replace(memory, cache=f"{cache} B")
     double = dataclasses.replace(plan, fsdp=fsdp, run=run, memory=memory)
-    if plan.memory.budget is not None:
-        # The budget is for the plan's own dtype: activations in float64 get as many times more.
-        outline = models().outline(build_model(plan, device="meta"))
-        activations = memory_left(plan, outline) * BYTES["float64"] // BYTES[plan.fsdp.param_dtype or plan.run.dtype]
-        memory = dataclasses.replace(plan.memory, budget=f"{activations + training_bytes(double, outline)} B")
+    if plan.memory.budget is None:
+        return double
+    outline = models().outline(build_model(plan, device="meta"))
+    activations = memory_left(plan, outline) * BYTES["float64"] // BYTES[plan.fsdp.param_dtype or plan.run.dtype]
+    budget = f"{activations + training_bytes(double, outline)} B"
+    memory = dataclasses.replace(memory, budget=budget, bandwidth=plan.memory.bandwidth)
     return dataclasses.replace(double, memory=memory)

@@ -21,6 +21,7 @@ from hp_plan.dry.simulated import Simulated, check_bubble, estimate
 from hp_plan.dry.stages import StagePeers, play_stages
 from hp_plan.dry.trace import Trace
 from hp_plan.features.communication import traffic
+from hp_plan.features.homes import visits
 from hp_plan.linting import examine, order_axes
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
@@ -78,7 +79,7 @@ def _preload(plan: ParallelPlan) -> tuple[str, ...]:
 def _check_counted(plan: ParallelPlan) -> None:
     if plan.memory.budget is not None:
         raise PlanError([_BUDGET])
-    if plan.memory.homes:
+    if visits(plan):
         raise PlanError([_HOMES])
 
 
@@ -118,7 +119,7 @@ def dry_run(
 
     Raises:
         PlanError: the plan does not lint clean, can't have so many ranks, or has `[memory] budget`, which measured
-            seconds decide on, or `[memory] homes`.
+            seconds decide on, or `[memory] homes` on one rank.
         RuntimeError: the model can't be played; it says which operator or which value was missing.
     """
     if ranks is not None:

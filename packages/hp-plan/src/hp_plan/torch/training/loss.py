@@ -115,7 +115,7 @@ def _backward(
 ) -> T:
     """Go backward from the loss of each micro-batch, and return their sum."""
     draw, total = draws(plan, len(rows)), None
-    with _reduced_at_end(model, len(rows), plan.run.deterministic) as begin:
+    with _reduced_at_end(plan, model, len(rows)) as begin:
         for number, part in enumerate(rows):
             begin(number)
             draw(number)
@@ -206,26 +206,30 @@ def _all_count(labels: T) -> bool:
 
 
 @contextlib.contextmanager
-def _reduced_at_end(model: Any, count: int, deterministic: bool) -> Iterator[Callable[[int], None]]:
+def _reduced_at_end(plan: ParallelPlan, model: Any, count: int) -> Iterator[Callable[[int], None]]:
     """Reduce gradients over ranks in the last of so many micro-batches; yield what is called before each.
 
+    In deterministic mode they are added up, as losses have parts of the whole step's weight. Those that go home are
+    reduced in each micro-batch: the device has no room for them.
+
     Args:
+        plan: the plan.
         model: the model.
         count: of the micro-batches.
-        deterministic: gradients are added up, as losses have parts of the whole step's weight.
     """
     sharded = isinstance(model, HSDPModule)
-    if sharded and deterministic:
+    if sharded and plan.run.deterministic:
         model.set_reduce_op_type("sum")
+    waits = sharded and count > 1 and (plan.run.deterministic or not plan.memory.homes)
 
     def begin(number: int) -> None:
-        if sharded and count > 1:
+        if waits:
             model.set_requires_gradient_sync(number == count - 1)
 
     try:
         yield begin
     finally:
-        if sharded and count > 1:
+        if waits:
             model.set_requires_gradient_sync(True)
 
 
