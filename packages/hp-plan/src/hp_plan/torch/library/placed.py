@@ -100,7 +100,7 @@ def _cat(tensors: Sequence[Placed], dim: int = 0) -> Placed:
 def _moved(chunk: Chunk, dim: int, by: int) -> Chunk:
     offsets = list(chunk.offsets)
     offsets[dim] += by
-    return dataclasses.replace(chunk, offsets=tuple(offsets))
+    return chunk._replace(offsets=tuple(offsets))
 
 
 def _slice(x: Placed, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Placed:
