@@ -39,6 +39,10 @@ def join(rank: int, world_size: int, announce: Callable[[int], None], port: Call
     collectives.barrier()
 
 
+def check_streams() -> None:
+    """Do nothing: MindSpore has no trace of streams."""
+
+
 def seed(value: int) -> None:
     """Seed every generator, without marking them as seeded by `manual_seed`."""
     random.seed(value)

@@ -186,6 +186,7 @@ def _run(task: Task, framework: Any) -> Outcome:
             with _undone(kwargs) as own:
                 kind, value = "returned", pickle.dumps(function(*args, **own))
             get_platform().devices.synchronize()  # what fails late fails in this run
+            framework.check_streams()
     except BaseException as error:
         if type(error).__name__ == "Skipped":  # pytest.skip() in the body
             kind, value = "skipped", str(error)

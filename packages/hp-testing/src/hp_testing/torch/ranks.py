@@ -16,7 +16,9 @@ from hp_platform import collectives, groups
 from hp_platform.communication.carriers import carrier_of
 from hp_platform.devices import devices
 from hp_platform.extend import init_on_this_machine
+from hp_testing.torch.stream_audit import AUDIT, Audit, start
 
+_audits: list[Audit] = []
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
@@ -31,12 +33,25 @@ def join(rank: int, world_size: int, announce: Callable[[int], None], port: Call
     """
     torch.set_num_threads(1)  # ranks share the cores
     devices.set_device(rank % devices.count)
+    if os.environ.get(AUDIT) and devices.kind != "cpu":
+        _audits.append(start(devices.kind))
     # Two ranks on one device are more than nccl and hccl can do.
     backend = "gloo" if world_size > devices.count else None
     if sys.platform in _LOOPBACK:  # no look-up of the host's name, which is slow or fails on some machines
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
     init_on_this_machine(rank, world_size, announce, port, backend)
     collectives.barrier()
+
+
+def check_streams() -> None:
+    """Raise what the audit of streams, where there is one, has found since the last call.
+
+    Raises:
+        AssertionError: it found something.
+    """
+    found = [fault for audit in _audits for fault in audit.take_faults()]
+    if found:
+        raise AssertionError(f"{len(found)} faults of streams:\n" + "\n".join(found[:5]))
 
 
 def seed(value: int) -> None:
