@@ -155,11 +155,11 @@ class Audit:
 
 
 class _Watch(TorchDispatchMode):
-    """Tells an audit of each operator."""
+    """Tells an audit of each operator on the current device; torch orders copies between devices."""
 
-    def __init__(self, audit: Audit, kind: str) -> None:
+    def __init__(self, audit: Audit, device: torch.device) -> None:
         super().__init__()
-        self._audit, self._kind = audit, kind
+        self._audit, self._device = audit, device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
@@ -184,7 +184,7 @@ class _Watch(TorchDispatchMode):
 
     def _tensors(self, value: Any) -> Iterator[torch.Tensor]:
         if isinstance(value, torch.Tensor):
-            if value.device.type == self._kind and value.layout is torch.strided and not is_traceable(value):
+            if value.device == self._device and value.layout is torch.strided and not is_traceable(value):
                 yield value
         elif isinstance(value, (list, tuple)):
             for each in value:
@@ -219,7 +219,9 @@ def _order_collectives(audit: Audit) -> None:
         @functools.wraps(method)
         def issue(*args: Any, **kwargs: Any) -> Any:
             work = method(*args, **kwargs)
-            if work is not None:
+            if work is None:  # a collective that is not asynchronous runs on the issuing stream
+                audit.wait(audit.state(_COMMUNICATION), audit.current_stream())
+            else:
                 ends[id(work)] = work, dict(audit.state(_COMMUNICATION))  # the work stays, so its number is its own
             return work
 
@@ -241,7 +243,7 @@ def _order_collectives(audit: Audit) -> None:
 
 
 def start(kind: str) -> Audit:
-    """Begin to audit this process; call it once, before it has made tensors or groups.
+    """Begin to audit this process on its current device; call it once, before it has made tensors or groups.
 
     Args:
         kind: "cuda" or "npu".
@@ -272,5 +274,5 @@ def start(kind: str) -> Audit:
             getattr(csan.gpu_trace, f"register_callback_for_{name}")(call)
         csan.torch._C._activate_gpu_trace()
     _order_collectives(audit)
-    _Watch(audit, kind).__enter__()
+    _Watch(audit, torch.device(kind, module.current_device())).__enter__()
     return audit
