@@ -221,6 +221,10 @@ class Visits:
         """What the last whole step did."""
         return self._cache.last
 
+    def resize(self, budget: int) -> None:
+        """Give the cache another number of bytes."""
+        self._cache.resize(budget)
+
     # ---- steps ----
     def step(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward: a step begins."""
