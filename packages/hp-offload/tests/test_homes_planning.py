@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 
 import pytest
 
+from hp_offload import CheckpointPolicy, ParameterVisits, Saved, plan_memory
 from hp_offload.homes.planning import parts_to_evict, plan_cache
 
 SINGLE = {name: [name] for name in "abcdefgh"}
@@ -119,3 +121,44 @@ def test_bad_input():
     with pytest.raises(ValueError, match="0 or more, got -1"):
         plan_cache("a", SINGLE, {"a": 1}, 9, ahead=-1)
     assert plan_cache("", {}, {}, 0).uses == ()
+
+
+@pytest.mark.parametrize("bandwidth", [0.0, 0.3, 3.0, 30.0, 300.0])
+@pytest.mark.parametrize("swappable", [True, False])
+def test_one_budget_is_the_fastest_of_all_caches_and_plans(bandwidth, swappable):
+    pytest.importorskip("scipy", reason="plan_memory needs scipy, in hp-offload's extra plan")
+    names = "abcdef"
+    saved = [
+        Saved(f"{name}#0", 10, place + 1.0, 18 - 2.0 * place, 1.0 if place else math.inf, swappable)
+        for place, name in enumerate(names)
+    ]
+    parts = {name: [name] for name in names}
+    visits = ParameterVisits(there_and_back(6), parts, dict.fromkeys(names, 7), gradients=42)
+    before = math.inf
+    for budget in (27, 35, 48, 60, 80, 102, 200):
+        plan = plan_memory(saved, budget, bandwidth, visits=visits)
+        steps = {}
+        for cache in range(7, 43, 7):
+            try:
+                rest = plan_memory(saved, budget - cache, bandwidth)
+            except ValueError:
+                continue
+            uses = plan_cache(visits.order, parts, visits.sizes, cache)
+            assert visits.copied(cache)[0] == uses.fetched
+            swapped = rest.total(CheckpointPolicy.MUST_SWAP)
+            link = (max(uses.fetched, 42) + swapped) / (bandwidth or math.inf)
+            late = sum(7 * (len(use.fetched) - use.ahead) for use in uses.uses) / (bandwidth or math.inf)
+            steps[cache] = max(rest.predicted_step + late, link), uses.fetched + swapped
+        assert plan.cache == min(steps, key=lambda cache: steps[cache])
+        assert plan.predicted_step == steps[plan.cache][0] <= before and plan.predicted_peak <= budget
+        before = plan.predicted_step
+    assert "a cache of 42 B for parameters" in str(plan), "all of them fit"
+    with pytest.raises(ValueError, match=r"the least that this step needs, 27 B \(27 bytes\), by 7 B"):
+        plan_memory(saved, 20, bandwidth, visits=visits)
+
+
+def test_caches_to_choose_from():
+    sizes = {str(number): 5 for number in range(100)}
+    caches = ParameterVisits((), {name: [name] for name in sizes}, sizes).caches()
+    assert caches[0] == 5 and caches[-1] == 500 and len(caches) == 16
+    assert ParameterVisits((), {"a": ["x", "y"], "b": ["y"]}, {"x": 2, "y": 3}).caches() == [5]

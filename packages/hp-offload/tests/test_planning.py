@@ -149,7 +149,7 @@ def test_the_last_block_and_what_a_block_is_given():
     large, small = (
         [Saved(f"a.{n // size}#{n % size}", 10, n + 1.0, 9.0 - n, 1.0) for n in range(4)] for size in (4, 2)
     )
-    with pytest.raises(ValueError, match=r"40 B \(40 bytes\): what its blocks are given, and the largest block"):
+    with pytest.raises(ValueError, match=r"40 B \(40 bytes\), by 20 B: what its blocks are given, the largest block"):
         plan_memory(large, 20, 1.0)
     assert plan_memory(small, 20, 1.0).predicted_peak == 20
 

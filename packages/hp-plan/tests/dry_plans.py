@@ -37,6 +37,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("Qwen3MoeConfig", _EXPERTS),
 }
 _BLOCKS = ["model.layers.*"]
+_HOMES = {"homes": {"model.layers.*": "host"}}
 
 
 def plan_tables(mesh: dict[str, Any], family: str = "llama", **sections: Any) -> dict[str, Any]:
@@ -108,7 +109,8 @@ HOST: dict[str, dict[str, Any]] = {
     "swap": plan_tables({"dp_shard": 2}, memory={"swap": _BLOCKS}),
     "offload": plan_tables({"dp_shard": 2}, fsdp={"offload": True}),
     "swap_slices": plan_tables({"dp_shard": 2}, optimizer={"swap_slices": 4}),
-    "homes": plan_tables({"tp": 2}, memory={"homes": dict.fromkeys(_BLOCKS, "host")}, run={"accumulate": 2}),
+    "homes alone": plan_tables({"dp_shard": 1}, memory=_HOMES),
+    "homes": plan_tables({"tp": 2}, memory=_HOMES, run={"accumulate": 2}),
 }
 """Plans that have something in the host's memory."""
 HOST_THOROUGH: dict[str, dict[str, Any]] = {
@@ -122,8 +124,13 @@ HOST_THOROUGH: dict[str, dict[str, Any]] = {
     "offload, bfloat16": plan_tables({"dp_shard": 2}, fsdp={"offload": True, "param_dtype": "bfloat16"}),
     "offload, recompute": plan_tables({"dp_shard": 2}, fsdp={"offload": True}, memory={"recompute": _BLOCKS}),
     "offload, tp": plan_tables({"dp_shard": 2, "tp": 2}, fsdp={"offload": True}),
+    "homes alone, a cache": plan_tables(
+        {"dp_shard": 1},
+        "qwen3",
+        memory={"homes": dict.fromkeys(_BLOCKS, "host"), "cache": "1MiB", "recompute": _BLOCKS},
+    ),
     "homes, sharded": plan_tables({"dp_shard": 2}, memory={"homes": {"model.layers.[01]": "host"}}),
-    "homes, replicated": plan_tables({"dp_replicate": 2}, memory={"homes": dict.fromkeys(_BLOCKS, "host")}),
+    "homes, replicated": plan_tables({"dp_replicate": 2}, memory=_HOMES),
     "swap_slices, muon": plan_tables({"dp_shard": 2}, optimizer={"name": "muon", "swap_slices": 4}),
     "swap_slices, swap": plan_tables({"dp_shard": 2}, optimizer={"swap_slices": 4}, memory={"swap": _BLOCKS}),
 }

@@ -62,7 +62,7 @@ def test_real_ranks_hold_states_of_eight_bits_as_a_dry_run_says() -> None:
 
 def test_the_host_is_not_in_the_peak() -> None:
     reports = {}
-    for name in ("swap", "offload", "swap_slices"):
+    for name in ("swap", "offload", "swap_slices", "homes alone"):
         with dry(ParallelPlan.from_dict(HOST[name]), 0) as played:
             reports[name] = report_of(played, 0, memory=True)
     for report in reports.values():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hp_fsdp
+import hp_offload
 from hp_offload import SwapManager
 from hp_plan import (
     ParallelPlan,
@@ -14,10 +15,10 @@ from hp_plan import (
     build_model,
     build_optimizer,
     build_parallel_model,
-    dry_run,
     lint,
     verify,
 )
+from hp_plan.features.homes import cache_elements
 from hp_plan.port import models
 from hp_plan.structure.memory import host_bytes, training_bytes
 from hp_testing import device_type, on_ranks
@@ -70,6 +71,42 @@ def test_a_model_that_is_built_under_its_plan_is_the_whole_one_at_home() -> None
     plan = llama(memory={"homes": HOMES}, data={"batch_size": 2, "sequence_length": 8})
     torch.testing.assert_close(build_parallel_model(plan).state_dict(), build_model(plan).state_dict(), rtol=0, atol=0)
     assert verify(plan, tolerance=1e-12).passed
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("cache", [None, "40KiB"])
+def test_a_budget_chooses_the_cache(cache, monkeypatch) -> None:
+    """Of the bytes that what has no home leaves, activations and visiting parameters have both."""
+    pytest.importorskip("scipy", reason="a budget needs scipy, which hp-plan depends on")
+    seen, fit, place = [], hp_offload.fit_memory, hp_offload.place
+    monkeypatch.setattr(hp_offload, "place", lambda *args, **named: seen.append(place(*args, **named)) or seen[-1])
+    monkeypatch.setattr(hp_offload, "fit_memory", lambda *args, **named: seen.append(named) or fit(*args, **named))
+    plan = llama(memory={"homes": HOMES, "cache": cache})
+    outline = models().outline(build_model(plan, device="meta"))
+    resident = training_bytes(plan, outline) - cache_elements(plan, outline) * 4
+    budget = llama(memory={"homes": HOMES, "cache": cache, "budget": f"{resident + 160 * 1024} B", "bandwidth": 1e6})
+    assert lint(budget) == ()
+    losses = trained(budget)
+    placed, named = seen
+    assert named["placed"] is (placed if cache is None else None)
+    report = placed.report()
+    assert report.planned and report.peak <= report.cache
+    largest = max(report.blocks.values())
+    assert largest < report.cache < 160 * 1024 if cache is None else report.cache == 40 * 1024
+    torch.testing.assert_close(losses, trained(llama()), rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("axis", ["dp_shard", "tp"])
+def test_ranks_keep_to_a_budget_that_homes_leave_room_in(axis) -> None:
+    pytest.importorskip("scipy", reason="a budget needs scipy, which hp-plan depends on")
+    sections = {"mesh": {axis: 2}, "data": {"batch_size": 4, "sequence_length": 8}}
+    outline = models().outline(build_model(llama(), device="meta"))
+    plain, placed = (training_bytes(llama(memory={"homes": each}, **sections), outline) for each in ({}, HOMES))
+    budget = placed + (plain - placed) // 2
+    assert budget < plain, "on the device weights, gradients and states would take all of it"
+    result = verify(llama(memory={"homes": HOMES, "budget": f"{budget} B"}, **sections), tolerance=1e-10)
+    assert result.passed, (result.first, result.largest)
 
 
 RANKS = {
@@ -143,8 +180,6 @@ def test_plans_with_homes(tmp_path) -> None:
     assert plan.memory.homes == HOMES and lint(plan) == ()
     (path := tmp_path / "plan.toml").write_text(plan.to_toml())
     assert ParallelPlan.from_toml(path) == plan
-    with pytest.raises(PlanError, match="a dry run does not count parameters that live on the host"):
-        dry_run(plan)
 
 
 REFUSED = {
@@ -160,7 +195,7 @@ REFUSED = {
     "cache": ({"homes": HOMES, "cache": "1KiB"}, {}, "got 1KiB, and the parameters of model.layers.0 take"),
     "size": ({"homes": HOMES, "cache": "1 gig"}, {}, "got '1 gig', expected a number and a unit"),
     "alone": ({"cache": "1GiB"}, {}, "which nothing uses without homes"),
-    "budget": ({"homes": HOMES, "budget": "1GiB"}, {}, "got homes with a budget"),
+    "budget": ({"homes": HOMES, "budget": "1KiB"}, {}, "got 1KiB, and weights, gradients and optimizer states take"),
     "cache of ranks": ({"homes": HOMES, "cache": "1GiB"}, {"mesh": {"tp": 2}}, "got homes with a cache, which one"),
     "offload": ({"homes": HOMES}, {"fsdp": {"offload": True}}, "got homes with fsdp.offload"),
     "states": ({"homes": HOMES}, {"optimizer": {"swap_slices": 4}}, "got homes with swap_slices"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +34,8 @@ def peak(plan):
     tokens = samples * plan.data.sequence_length // plan.mesh.cp
     kept = layers if not plan.memory.recompute else 1
     gathered = 2 if plan.fsdp.reshard_after_forward else layers
-    return layers * WEIGHTS * 16 // plan.mesh.dp_shard + gathered * WEIGHTS + tokens * TOKEN * kept
+    resident = 0 if plan.memory.homes else layers
+    return resident * WEIGHTS * 16 // plan.mesh.dp_shard + gathered * WEIGHTS + tokens * TOKEN * kept
 
 
 @settings(deadline=None, max_examples=50)
@@ -96,13 +99,16 @@ def test_where_nothing_fits_single_changes_are_named():
     assert found.value is None
     assert {each.what for each in found.changes} == {
         'memory.recompute = ["model.layers.*"]',
+        'memory.homes = {"model.layers.*" = "host"}',
         "mesh.dp_shard = 4, with 2 times the ranks",
     }
     assert all(peak(each.plan) == each.peak <= room for each in found.changes)
+    offloaded = dataclasses.replace(plan, fsdp=dataclasses.replace(plan.fsdp, offload=True))
+    assert not any("homes" in each.what for each in fit(offloaded, peak, room, model=MODEL).changes)
     text = str(found)
     assert "16 MiB too much; one of these is enough:\n  memory.recompute" in text
     assert str(fit(plan, peak, 10)).endswith(
-        "no single change is enough: give more memory, or several of recompute, shards and stages"
+        "no single change is enough: give more memory, or several of recompute, homes, shards and stages"
     )
 
 

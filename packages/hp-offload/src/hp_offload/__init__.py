@@ -17,7 +17,7 @@ from hp_offload.api import (
     trace_saved,
 )
 from hp_offload.homes.placing import Placed, PlacedReport, place
-from hp_offload.homes.planning import CachePlan, CacheUse, plan_cache
+from hp_offload.homes.planning import CachePlan, CacheUse, ParameterVisits, plan_cache
 from hp_offload.manager import SwapManager
 from hp_offload.planning import plan_memory
 from hp_offload.saved import CheckpointPolicy, MemoryPlan, Saved, keep_collectives_policy
@@ -28,6 +28,7 @@ __all__ = [
     "CheckpointPolicy",
     "MemoryPlan",
     "MemoryPlanWarning",
+    "ParameterVisits",
     "Placed",
     "PlacedReport",
     "Saved",

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from hp_offload.homes.placing import Placed
+from hp_offload.homes.planning import ParameterVisits
 from hp_offload.planning import BudgetError, plan_memory
 from hp_offload.port import Tensor, link, port
 from hp_offload.saved import CheckpointPolicy, MemoryPlan, Saved, size
@@ -293,7 +295,9 @@ def apply_memory_plan(model: M, plan: MemoryPlan) -> M:
     return model
 
 
-def fit_memory(model: M, budget: int, *, bandwidth: float = 25e9, in_flight: int = 1) -> M:
+def fit_memory(
+    model: M, budget: int, *, bandwidth: float = 25e9, in_flight: int = 1, placed: Placed | None = None
+) -> M:
     """Let a model keep what it saves within a budget, by a plan that is made in its first step.
 
     The first call with gradients traces a step of its own, with the arguments of the call, then plans and applies the
@@ -305,6 +309,7 @@ def fit_memory(model: M, budget: int, *, bandwidth: float = 25e9, in_flight: int
         budget: see `plan_memory`.
         bandwidth: see `plan_memory`; the default is that of PCIe 4.0 with 16 lanes.
         in_flight: see `plan_memory`.
+        placed: what `place` returned for this model. The cache is then of the same budget, and planned too.
 
     Returns:
         The model. Its first call raises ValueError on every rank if the budget is below the least possible.
@@ -318,35 +323,41 @@ def fit_memory(model: M, budget: int, *, bandwidth: float = 25e9, in_flight: int
 
     def fit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         saved = trace_saved(model, args, kwargs)
-        apply_memory_plan(model, _shared_plan(saved, budget, bandwidth, in_flight))
+        visits = None if placed is None else placed.visits()
+        plan = _shared_plan(saved, budget, bandwidth, in_flight, visits)
+        apply_memory_plan(model, plan)
+        if placed is not None:
+            placed.resize(plan.cache)
 
     port().before_first_step(model, fit)
     return model
 
 
-def _shared_plan(saved: Sequence[Saved], budget: int, bandwidth: float, in_flight: int) -> MemoryPlan:
+def _shared_plan(
+    saved: Sequence[Saved], budget: int, bandwidth: float, in_flight: int, visits: ParameterVisits | None
+) -> MemoryPlan:
     """Make a plan on rank 0 and return it on every rank."""
     failure: ValueError | None = None
     plan = MemoryPlan({}, 0, 0.0)
     if own_rank() == 0:
         try:
-            plan = plan_memory(saved, budget, bandwidth, in_flight=in_flight)
+            plan = plan_memory(saved, budget, bandwidth, in_flight=in_flight, visits=visits)
         except ValueError as error:
             failure = error
-    # Every rank has the same number of codes: a failure is the one after the policies', and then the least budget.
+    # Every rank has the same number of codes: a failure is the one after the cache, and then the least budget.
     own = [plan.policies.get(each.site, CheckpointPolicy.MUST_SAVE) for each in saved]
     least = failure.least if isinstance(failure, BudgetError) else 0
     groups = get_platform().groups
-    first = [*own, int(failure is not None), least] if own_rank() == 0 else [0] * (len(own) + 2)
+    first = [*own, plan.cache, int(failure is not None), least] if own_rank() == 0 else [0] * (len(own) + 3)
     group = groups.default_group() if groups.is_initialized() else None
-    *codes, failed, least = reduce_numbers(first, "sum", group)
+    *codes, cache, failed, least = reduce_numbers(first, "sum", group)
     if failure is not None:
         raise failure
     if failed:
         raise BudgetError(budget, least) if least else ValueError("fit_memory: rank 0 has no plan; its error says why.")
     sizes = {each.site: each.bytes for each in saved if each.alias_of is None}
     policies = {each.site: CheckpointPolicy(code) for each, code in zip(saved, codes)}
-    return MemoryPlan(policies, plan.predicted_peak, plan.predicted_step, sizes)
+    return MemoryPlan(policies, plan.predicted_peak, plan.predicted_step, sizes, cache)
 
 
 _TOLERANCE = 0.05

@@ -14,6 +14,12 @@ Note [Equal blocks]
     those at the end keep. What room that leaves is filled by keeping more, one storage at a time. Where this program
     has no solution, the large one is solved.
 
+Note [A cache of the same budget]
+    Where parameters visit, their cache takes of the budget what saved storages leave, and the other way round. For each
+    of up to 16 sizes of the cache the rest is planned as above. A step takes as long as its computation with what is
+    copied too late for it, or as the busier direction of the link: parameters and what is swapped back, or gradients
+    and what is swapped out. The fastest is taken, and of those that are as fast the one that copies least.
+
 Note [Where the peak is]
     Blocks run one after the other, in backward the other way round. What is kept stays from its making to its use. What
     is computed again is there from the begin of its block's backward to its use. What is swapped is there while its
@@ -30,6 +36,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hp_offload.homes.planning import ParameterVisits
 from hp_offload.saved import CheckpointPolicy, MemoryPlan, Saved, block_of, near, size
 
 KEEP, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE
@@ -154,12 +161,19 @@ class BudgetError(ValueError):
         self.budget, self.least = budget, least
         super().__init__(
             f"plan_memory: a budget of {size(budget)} ({budget} bytes) is below the least that this step needs,"
-            f" {size(least)} ({least} bytes): what its blocks are given, and the largest block. Use smaller blocks or"
-            " batches."
+            f" {size(least)} ({least} bytes), by {size(least - budget)}: what its blocks are given, the largest block,"
+            " and its parameters where they visit. Use smaller blocks or batches."
         )
 
 
-def plan_memory(saved: Sequence[Saved], budget: int, bandwidth: float, *, in_flight: int = 1) -> MemoryPlan:
+def plan_memory(
+    saved: Sequence[Saved],
+    budget: int,
+    bandwidth: float,
+    *,
+    in_flight: int = 1,
+    visits: ParameterVisits | None = None,
+) -> MemoryPlan:
     """Choose keep, swap or recompute for everything a step saves, so that the step is fastest and fits the budget.
 
     Args:
@@ -167,6 +181,8 @@ def plan_memory(saved: Sequence[Saved], budget: int, bandwidth: float, *, in_fli
         budget: bytes on the device for saved storages, at most, at any moment.
         bandwidth: bytes a second between device and host, in each direction; 0 swaps nothing.
         in_flight: micro-batches that are alive at once, as a pipeline's schedule has them.
+        visits: of parameters that live on the host; their cache is of the same budget, and chosen too: Note [A cache
+            of the same budget].
 
     Returns:
         The plan; `apply_memory_plan` makes a model follow it.
@@ -177,6 +193,8 @@ def plan_memory(saved: Sequence[Saved], budget: int, bandwidth: float, *, in_fli
         ImportError: scipy is not installed.
     """
     _check(saved, budget, bandwidth, in_flight)
+    if visits is not None:
+        return _with_cache(saved, budget, bandwidth, in_flight, visits)
     usable = [each if bandwidth > 0 else replace(each, swappable=False) for each in saved]
     blocks = Blocks(usable)
     bandwidth = bandwidth or 1.0
@@ -194,6 +212,33 @@ def plan_memory(saved: Sequence[Saved], budget: int, bandwidth: float, *, in_fli
     assert outcome.peak <= budget
     sizes = {each.site: each.bytes for each in saved if each.alias_of is None}
     return MemoryPlan({each.site: named[each.site] for each in saved}, outcome.peak, outcome.step, sizes)
+
+
+def _with_cache(
+    saved: Sequence[Saved], budget: int, bandwidth: float, in_flight: int, visits: ParameterVisits
+) -> MemoryPlan:
+    """See Note [A cache of the same budget]."""
+    best: tuple[float, int, MemoryPlan] | None = None
+    for cache in visits.caches():
+        try:
+            plan = plan_memory(saved, max(0, budget - cache), bandwidth, in_flight=in_flight)
+        except BudgetError as error:
+            least = error.least
+        else:
+            least = plan.predicted_peak
+        if least + cache > budget:  # a larger cache leaves less
+            if best is None:
+                raise BudgetError(budget, least + cache)
+            break
+        fetched, late = visits.copied(cache)
+        swapped = plan.total(SWAP)
+        link = (max(fetched, visits.gradients) + swapped) / bandwidth if bandwidth else 0.0
+        step = max(plan.predicted_step + (late / bandwidth if bandwidth else 0.0), link)
+        if best is None or (step, fetched + swapped) < best[:2]:
+            peak = plan.predicted_peak + cache
+            best = step, fetched + swapped, replace(plan, predicted_peak=peak, predicted_step=step, cache=cache)
+    assert best is not None
+    return best[2]
 
 
 def _check(saved: Sequence[Saved], budget: int, bandwidth: float, in_flight: int) -> None:

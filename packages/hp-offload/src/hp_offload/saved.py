@@ -127,14 +127,16 @@ class MemoryPlan:
 
     Attributes:
         policies: `MUST_SAVE`, `MUST_SWAP` or `MUST_RECOMPUTE` of each site.
-        predicted_peak: the most bytes of saved storages on the device at once.
+        predicted_peak: the most bytes of saved storages on the device at once, and of the cache.
         predicted_step: seconds of the step: its computation, what is computed again, and waits for copies.
+        cache: bytes for parameters that visit.
     """
 
     policies: Mapping[str, CheckpointPolicy]
     predicted_peak: int
     predicted_step: float
     bytes: Mapping[str, int] = field(default_factory=dict, repr=False)
+    cache: int = 0
 
     def total(self, policy: CheckpointPolicy) -> int:
         """Count the bytes of the sites with a policy."""
@@ -151,6 +153,8 @@ class MemoryPlan:
         lines += [
             f"{block:{width}}  " + "  ".join(f"{size(each):>10}" for each in row) for block, row in blocks.items()
         ]
+        if self.cache:
+            lines.append(f"a cache of {size(self.cache)} for parameters")
         lines.append(f"peak {size(self.predicted_peak)}, step {self.predicted_step:.4g} s")
         return "\n".join(lines)
 

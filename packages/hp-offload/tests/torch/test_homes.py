@@ -18,6 +18,7 @@ from hp_offload import (
     SwapManager,
     apply_memory_plan,
     checkpoint_wrapper,
+    fit_memory,
     place,
     plan_cache,
     plan_memory,
@@ -256,6 +257,32 @@ def test_torchs_checkpoint_and_a_plan_of_memory():
     same(train(model), train(plain))
 
 
+def test_one_budget_for_parameters_and_activations():
+    pytest.importorskip("scipy", reason="plan_memory needs scipy, in hp-offload's extra plan")
+    models = language(6), language(6)
+    saved = trace_saved(models[1], (batch(),))
+    total = sum(each.bytes for each in saved)
+    placed = place(models[0], HOMES, cache=LAYER)
+    with pytest.raises(RuntimeError, match="there was none yet"):
+        placed.visits()
+    sizes = {each.site: each.bytes for each in trace_saved(models[0], (batch(),))}
+    assert sizes == {each.site: each.bytes for each in saved}, "parameters that visit are none of it"
+    budget = total // 2 + 4 * LAYER
+    fit_memory(models[0], budget, bandwidth=1e6, placed=placed)
+    same(*(train(model) for model in models))
+    report = placed.report()
+    assert report.planned and report.peak <= report.cache
+    assert 4 * LAYER < report.cache < budget, "over a slow link parameters come once"
+    placed.resize(LAYER)
+    same(*(train(model) for model in models))
+    assert placed.report().peak == LAYER == placed.report().cache
+    with pytest.raises(ValueError, match="smaller than block"):
+        placed.resize(1)
+    other = language(6)
+    with pytest.raises(ValueError, match="below the least"):
+        fit_memory(other, 100, placed=place(other, HOMES))(batch())
+
+
 def test_a_block_that_is_used_again_and_another_that_has_two_inputs():
     class Loop(nn.Module):
         def __init__(self):
@@ -433,7 +460,7 @@ def test_refused_by_name():
     refused(ValueError, r"'layer.\*' matches no module of Language; near: layers", {"layer.*": "host"})
     refused(ValueError, r"'x' matches no module of Language; there are embed, layers", {"x": "host"})
     refused(ValueError, "'layers.*' has the unknown home 'disk'; the one home is 'host'", {"layers.*": "disk"})
-    refused(NotImplementedError, "'neighbour', .* not built yet", {"layers.*": "neighbour"})
+    refused(ValueError, "'neighbour', whose memory is as full", {"layers.*": "neighbour"})
     refused(
         ValueError, r"'layers' and 'layers.\*' overlap: 'layers' and 'layers.0'", {"layers": "host", "layers.*": "host"}
     )

@@ -99,7 +99,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     mesh = with_home_axis(plan, with_expert_axes(plan, mesh, expert_styles(styles)))
     if "pp" in axes:
         return _in_stages(model, plan, mesh, outline, styles, everyone)
-    _distribute(model, plan, mesh, outline, styles, outline.modules)
+    placed = _distribute(model, plan, mesh, outline, styles, outline.modules)
     if outline.balances and plan.mesh.data_parallel * plan.mesh.cp > 1:
         port.balance_all_tokens(model)  # before outputs are whole sequences again
     if "cp" in axes:
@@ -108,7 +108,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
         port.compare_samples(model, SharedSamples("tp", mesh["tp"]).compare)
     port.adapt_library_methods(model, tensor_parallel="tp" in axes)
     if activations is not None:
-        hp_offload.fit_memory(model, activations, bandwidth=plan.memory.bandwidth)
+        hp_offload.fit_memory(model, activations, bandwidth=plan.memory.bandwidth, placed=placed)
     return model
 
 
@@ -180,8 +180,8 @@ def _distribute(
     styles: Mapping[str, str],
     here: Container[str],
     alone: Container[str] = (),
-) -> None:
-    """Apply styles, then fully sharded groups, to the model or to a stage of it.
+) -> hp_offload.Placed | None:
+    """Apply styles, then fully sharded groups, to the model or to a stage of it; return whose cache is of the budget.
 
     Args:
         model: the model, or a stage of it under its names.
@@ -213,7 +213,7 @@ def _distribute(
         _shard(model, plan, mesh, outline, spread, here, alone)
     save_less(port.base(model), plan, outline, here)
     compile_blocks(port.base(model), plan, outline, here)
-    place_homes(model, plan)
+    return place_homes(model, plan)
 
 
 def _spread_attention(

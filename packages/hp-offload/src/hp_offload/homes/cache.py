@@ -74,6 +74,11 @@ class Cache:
         self.last = Step()
         self.begin("")
 
+    def resize(self, budget: int) -> None:
+        """Hold as many bytes from here on; plans are made anew."""
+        self.budget, self._plan = budget, None
+        self._plans.clear()
+
     def begin(self, kind: str) -> None:
         """Begin a step: of a kind, or with `""` one that nothing is learned from."""
         self._drop_all()

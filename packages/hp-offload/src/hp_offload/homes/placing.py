@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from hp_offload.homes.cache import Step
-from hp_offload.homes.planning import check_cache
+from hp_offload.homes.planning import ParameterVisits, check_cache
 from hp_offload.port import Module, port
 from hp_platform import get_platform
 from hp_platform.extend import agree, share_bytes
@@ -60,6 +60,10 @@ class Visits(Protocol):
         """Bytes of gradients that left to the host in the last whole step."""
         ...
 
+    def resize(self, budget: int) -> None:
+        """Give the cache another number of bytes."""
+        ...
+
 
 class Parts(Protocol):
     """The parameters of modules that get a home; made by `Port.find_parts`.
@@ -94,6 +98,28 @@ class Placed:
             gradients=self._visits.gradients,
             planned=last.planned,
         )
+
+    def visits(self) -> ParameterVisits:
+        """Return the uses of the last step, for `plan_memory`.
+
+        Raises:
+            RuntimeError: there was no step yet.
+        """
+        if not self._visits.last.order:
+            raise RuntimeError("Placed.visits: the order of uses is that of a step, and there was none yet.")
+        return ParameterVisits(
+            self._visits.last.order, self._parts.of, self._parts.sizes, self._visits.gradients, self._ahead
+        )
+
+    def resize(self, cache: int) -> None:
+        """Give the cache another number of bytes, between steps.
+
+        Raises:
+            ValueError: the largest block doesn't fit in it.
+        """
+        check_cache(_bytes_of(self._parts), cache, self._ahead)
+        self._cache = cache
+        self._visits.resize(cache)
 
 
 def place(model: Module, homes: Mapping[str, str], *, cache: int | None = None, ahead: int = 1) -> Placed:
@@ -130,7 +156,7 @@ def place(model: Module, homes: Mapping[str, str], *, cache: int | None = None, 
         ValueError: an unknown home, a pattern that matches nothing, or two that match modules inside of each other; a
             cache that the largest block doesn't fit in; a parameter that a module without a home shares; a parameter
             without memory. On all ranks, before anything moves.
-        NotImplementedError: the home `"neighbour"`; parameters that are sharded (hp_fsdp's, DTensors) or of another
+        NotImplementedError: parameters that are sharded (hp_fsdp's, DTensors) or of another
             class; modules that keep their parameters in a list of their own (`nn.LSTM`); on MindSpore.
         RuntimeError: the model has homes already. In a step: a parameter was replaced or written to.
     """
@@ -190,9 +216,9 @@ def blocks_at_home(homes: Mapping[str, str], names: Collection[str], model: str)
 
 def _check_home(pattern: str, home: Any) -> None:
     if home == "neighbour":
-        raise NotImplementedError(
-            f"place: {pattern!r} has the home 'neighbour', the memory of another device, which is not built yet; use"
-            " 'host'."
+        raise ValueError(
+            f"place: {pattern!r} has the home 'neighbour', whose memory is as full as this rank's: each would take what"
+            " it gives. Use 'host', or fully_shard, which spreads parameters over ranks."
         )
     if home not in _HOMES:
         raise ValueError(

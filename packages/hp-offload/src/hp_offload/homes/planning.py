@@ -12,6 +12,7 @@ Note [Who leaves a cache]
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,46 @@ class CachePlan:
     fetched: int
     evicted: int
     peak: int
+
+
+@dataclass(frozen=True)
+class ParameterVisits:
+    """Parameters that live on the host, and the uses for which they come to a cache; `Placed.visits` has them.
+
+    Args:
+        order: the blocks in the order of their uses in a step.
+        parts: of each block.
+        sizes: bytes of each part.
+        gradients: bytes that leave in a step.
+        ahead: how many uses ahead parts are copied.
+    """
+
+    order: Sequence[str]
+    parts: Mapping[str, Sequence[str]]
+    sizes: Mapping[str, int]
+    gradients: int = 0
+    ahead: int = 1
+
+    def caches(self) -> list[int]:
+        """List the bytes of caches to choose from: from the largest block's to those of all, up to 16 of them.
+
+        >>> ParameterVisits("abba", {"a": ["a"], "b": ["b"]}, {"a": 3, "b": 2}).caches()
+        [3, 5]
+        """
+        least = max(sum(self.sizes[part] for part in dict.fromkeys(self.parts[block])) for block in self.parts)
+        sums = itertools.accumulate(sorted(self.sizes.values(), reverse=True))
+        sizes = sorted({least, *(each for each in sums if each > least)})
+        places = {round(place * (len(sizes) - 1) / (_CACHES - 1)) for place in range(_CACHES)}
+        return [sizes[place] for place in sorted(places)]
+
+    def copied(self, cache: int) -> tuple[int, int]:
+        """Count the bytes that come in a step, and those of them that come when they are used."""
+        plan = plan_cache(self.order, self.parts, self.sizes, cache, ahead=self.ahead)
+        late = (part for use in plan.uses for part in use.fetched[: len(use.fetched) - use.ahead])
+        return plan.fetched, sum(self.sizes[part] for part in late)
+
+
+_CACHES = 16
 
 
 def plan_cache(

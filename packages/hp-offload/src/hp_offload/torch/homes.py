@@ -33,7 +33,7 @@ from hp_offload.homes.cache import Cache, Step
 from hp_offload.manager import SwapManager
 from hp_offload.port import link
 from hp_offload.torch.around import wrap_inside
-from hp_offload.torch.swapping import changed, kept, residents, unpack
+from hp_offload.torch.swapping import address_of, changed, kept, residents, unpack
 from hp_platform import get_platform
 from hp_platform.torch.host import empty_on_host
 
@@ -133,7 +133,7 @@ def _check(path: str, module: nn.Module, parameter: nn.Parameter) -> None:
             f"place: {type(module).__name__} ({path}) keeps its parameters in a list of its own, as nn.LSTM does,"
             " where a copy on the device would not be found. Leave it out."
         )
-    if parameter.is_meta:
+    if not get_platform().devices.has_memory(parameter):
         raise ValueError(f"place: {path} is on the meta device, without values; materialise the model first.")
 
 
@@ -160,7 +160,7 @@ def _forget(parts: Iterable[Part]) -> None:
     """Let go of parts on the device, but for a graph that needs them."""
     for part in parts:
         for each in part.here:
-            residents.pop(each.untyped_storage().data_ptr(), None)
+            residents.pop(address_of(each), None)
 
 
 def _move(parameter: nn.Parameter, values: T) -> None:
@@ -173,9 +173,7 @@ def _move(parameter: nn.Parameter, values: T) -> None:
 
 
 def _at_home(parameter: nn.Parameter, device: torch.device) -> T:
-    """Return the parameter, or its values in memory of the host that the device copies from aside."""
-    if device.type == "cpu" and _is_dense(parameter):
-        return parameter
+    """Return the parameter's values in memory of the host that the device copies from aside."""
     home = _like(parameter, device)
     home.copy_(parameter.detach())
     return home
@@ -201,7 +199,7 @@ class Visits:
     """The visits of blocks to the device."""
 
     def __init__(self, found: Found, device: torch.device, budget: int, ahead: int) -> None:
-        self._device, self._parts = device, found.parts
+        self._device, self._parts, self._home = device, found.parts, get_platform().devices.host_device()
         self._empty = torch.UntypedStorage(0, device=device)
         self._cache = Cache(found.of, found.sizes, budget, ahead, self)
         self._depth = 0
@@ -220,6 +218,10 @@ class Visits:
     def last(self) -> Step:
         """What the last whole step did."""
         return self._cache.last
+
+    def resize(self, budget: int) -> None:
+        """Give the cache another number of bytes."""
+        self._cache.resize(budget)
 
     # ---- steps ----
     def step(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -295,9 +297,7 @@ class Visits:
         for part in block.parts:
             for index, each in enumerate(part.here):
                 if each.numel():
-                    residents[each.untyped_storage().data_ptr()] = functools.partial(
-                        _Away, self, block.name, part, index
-                    )
+                    residents[address_of(each)] = functools.partial(_Away, self, block.name, part, index)
         stands = self._stand(here)
         for module, name, parameter in block.slots:
             module._parameters[name] = stands[parameter]  # type: ignore[assignment]
@@ -327,7 +327,7 @@ class Visits:
                 what = f"{name} of {type(module).__name__} in block {block.name!r}"
                 raise changed(what, parameter._version - version, "Step the optimizer after backward.")
         for module, name, parameter in block.slots:
-            if module._parameters.get(name) is not parameter or parameter.device.type != "cpu":
+            if module._parameters.get(name) is not parameter or parameter.device != self._home:
                 raise RuntimeError(
                     f"{name} of {type(module).__name__} in block {block.name!r} was replaced or moved since place. Load"
                     " values into it (load_state_dict without assign=True), and don't move the model with .to()."

@@ -55,7 +55,6 @@ def check_home_values(plan: ParallelPlan) -> list[Diagnostic]:
     ]
     if visits(plan):
         reasons += [
-            (memory.budget is not None, "a budget, which counts them on the device", "memory.budget"),
             (plan.compile.blocks, "blocks to compile, which would keep them on the device", "[compile]"),
             (plan.fsdp.param_dtype is not None, "param_dtype, for sharded parameters alone", "fsdp.param_dtype"),
             (plan.run.deterministic, "deterministic, for sharded parameters alone", "run.deterministic"),
@@ -117,6 +116,11 @@ def visits(plan: ParallelPlan) -> bool:
     return bool(plan.memory.homes) and plan.mesh.world_size == 1
 
 
+def shares_budget(plan: ParallelPlan) -> bool:
+    """Tell whether the plan that the first step makes for `[memory] budget` chooses the cache, too."""
+    return visits(plan) and plan.memory.budget is not None and plan.memory.cache is None
+
+
 def in_groups(plan: ParallelPlan) -> bool:
     """Tell whether parameters are in groups of `fully_shard`."""
     return not visits(plan) and bool(plan.mesh.shard_axes or plan.memory.homes)
@@ -136,17 +140,21 @@ def elements_at_home(plan: ParallelPlan, model: ModelOutline) -> int:
 
 
 def cache_elements(plan: ParallelPlan, model: ModelOutline) -> int:
-    """Count the elements of parameters that the device has room for while they visit."""
+    """Count the elements of parameters that the device has room for while they visit; 0 where a budget decides."""
     cache, names = _cache(plan), matched_by(plan.memory.homes, model.names)
+    if shares_budget(plan):
+        return 0
     if cache is not None:
         return cache // _BYTES[plan.run.dtype]
     return 2 * max((_elements(model, name) for name in names), default=0) // plan.mesh.tp
 
 
-def place_homes(model: Any, plan: ParallelPlan) -> None:
-    """Let the modules that the plan names have their homes."""
-    if visits(plan):
-        hp_offload.place(models().base(model), plan.memory.homes, cache=_cache(plan))
+def place_homes(model: Any, plan: ParallelPlan) -> hp_offload.Placed | None:
+    """Let the modules that the plan names have their homes; return whose cache is of the budget."""
+    if not visits(plan):
+        return None
+    placed = hp_offload.place(models().base(model), plan.memory.homes, cache=_cache(plan))
+    return placed if shares_budget(plan) else None
 
 
 def _cache(plan: ParallelPlan) -> int | None:

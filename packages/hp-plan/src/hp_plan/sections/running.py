@@ -232,14 +232,14 @@ class MemorySection:
     Attributes:
         budget: of a rank for its shard of weights, gradients and optimizer states, and for what backward needs of each
             block, such as `"20GiB"`; what of the latter does not fit is swapped or computed again, by a plan that the
-            first step makes (`hp_offload.fit_memory`). None keeps everything.
+            first step makes (`hp_offload.fit_memory`), with the cache of `homes` on one rank. None keeps everything.
         recompute: patterns of modules that backward computes again, in place of what they save for it.
         swap: patterns of modules whose saved activations wait on the host.
         homes: where the parameters of modules live, with their gradients and optimizer states, by pattern:
             `{"model.layers.*" = "host"}`. They visit the device when they are used: on one rank by `hp_offload.place`,
             on several as groups whose shards are on the host, as `fsdp.offload` has all of them.
-        cache: bytes of the device for parameters that visit, such as `"4GiB"`; on one rank. None is twice the largest
-            module of `homes`.
+        cache: bytes of the device for parameters that visit, such as `"4GiB"`; on one rank. None is what `budget`
+            leaves for it, else twice the largest module of `homes`.
         bandwidth: between device and host, bytes a second in each direction; 0 swaps nothing.
     """
 

@@ -222,6 +222,7 @@ def _in_float64(plan: ParallelPlan) -> ParallelPlan:
         return double
     outline = models().outline(build_model(plan, device="meta"))
     activations = memory_left(plan, outline) * BYTES["float64"] // BYTES[plan.fsdp.param_dtype or plan.run.dtype]
-    budget = f"{activations + training_bytes(double, outline)} B"
-    memory = dataclasses.replace(memory, budget=budget, bandwidth=plan.memory.bandwidth)
+    memory = dataclasses.replace(memory, budget=plan.memory.budget, bandwidth=plan.memory.bandwidth)
+    double = dataclasses.replace(double, memory=memory)
+    memory = dataclasses.replace(memory, budget=f"{activations + training_bytes(double, outline)} B")
     return dataclasses.replace(double, memory=memory)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hp_offload.extend import size
+from hp_plan.features.homes import check_home_values
 from hp_plan.features.pipelines import micro_batches
 from hp_plan.plan import ParallelPlan
 from hp_plan.tuning.space import ModelSizes
@@ -78,7 +79,8 @@ class Fit:
             return f"{text}; {self.beyond[0]:,} take {size(self.beyond[1])}"
         least = f"the least {name} do not fit: {size(self.peak)} of {size(self.memory)}, {size(self.excess)} too much"
         if not self.changes:
-            return f"{least}; no single change is enough: give more memory, or several of recompute, shards and stages"
+            several = "recompute, homes, shards and stages"
+            return f"{least}; no single change is enough: give more memory, or several of {several}"
         lines = [f"  {each.what}: {size(each.peak)}" for each in self.changes]
         return "\n".join([f"{least}; one of these is enough:", *lines])
 
@@ -178,11 +180,16 @@ def _parts(plan: ParallelPlan) -> int:
 def _changes(plan: ParallelPlan, peak: Peak, memory: int, model: ModelSizes | None) -> list[Change]:
     """Try single changes, and return those that are enough."""
     tried: list[tuple[str, ParallelPlan]] = []
-    if model is not None and model.blocks and not plan.memory.recompute:
-        patterns = ", ".join(f'"{each}"' for each in model.blocks)
-        tried.append(
-            (f"memory.recompute = [{patterns}]", replace(plan, memory=replace(plan.memory, recompute=model.blocks)))
-        )
+    blocks = () if model is None else model.blocks
+    if blocks and not plan.memory.recompute:
+        patterns = ", ".join(f'"{each}"' for each in blocks)
+        tried.append((f"memory.recompute = [{patterns}]", replace(plan, memory=replace(plan.memory, recompute=blocks))))
+    if blocks and not plan.memory.homes:
+        homes = dict.fromkeys(blocks, "host")
+        patterns = ", ".join(f'"{each}" = "host"' for each in blocks)
+        placed = replace(plan, memory=replace(plan.memory, homes=homes))
+        if not check_home_values(placed):
+            tried.append((f"memory.homes = {{{patterns}}}", placed))
     if plan.fsdp.reshard_after_forward is False:
         section = replace(plan.fsdp, reshard_after_forward=True)
         tried.append(("fsdp.reshard_after_forward = true", replace(plan, fsdp=section)))

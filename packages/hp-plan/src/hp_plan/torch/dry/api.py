@@ -21,7 +21,6 @@ from hp_plan.dry.simulated import Simulated, check_bubble, estimate
 from hp_plan.dry.stages import StagePeers, play_stages
 from hp_plan.dry.trace import Trace
 from hp_plan.features.communication import traffic
-from hp_plan.features.homes import visits
 from hp_plan.linting import examine, order_axes
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
@@ -61,12 +60,6 @@ _BUDGET = Diagnostic(
     "write memory.recompute or memory.swap in its place, and compare the peak with the budget",
 )
 
-_HOMES = Diagnostic(
-    "memory.homes",
-    "a dry run does not count parameters that live on the host and visit the device",
-    "leave it out, and count the parameters of these modules on the host",
-)
-
 
 def _preload(plan: ParallelPlan) -> tuple[str, ...]:
     """Name what the first process imports for all that follow: the model's code too, where it is called as usual."""
@@ -79,8 +72,6 @@ def _preload(plan: ParallelPlan) -> tuple[str, ...]:
 def _check_counted(plan: ParallelPlan) -> None:
     if plan.memory.budget is not None:
         raise PlanError([_BUDGET])
-    if visits(plan):
-        raise PlanError([_HOMES])
 
 
 def dry_run(
@@ -119,7 +110,7 @@ def dry_run(
 
     Raises:
         PlanError: the plan does not lint clean, can't have so many ranks, or has `[memory] budget`, which measured
-            seconds decide on, or `[memory] homes` on one rank.
+            seconds decide on.
         RuntimeError: the model can't be played; it says which operator or which value was missing.
     """
     if ranks is not None:
