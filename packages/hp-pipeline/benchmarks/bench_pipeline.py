@@ -1,7 +1,9 @@
-"""What hp-pipeline costs beside torch.distributed.pipelining, in one process of a fake group, interleaved.
+"""What hp-pipeline costs beside torch.distributed.pipelining, interleaved in the same processes.
 
-Measured are CPU seconds of a whole step of rank 1 of 4 whose stages compute next to nothing, less those of the same
-computing without a pipeline, for each action (compute, send, receive). Medians, and the ratio.
+Measured are CPU seconds of whole steps whose stages compute next to nothing, for each action (compute, send, receive).
+Medians, and ratios. "fake": of rank 1 of 4 in a fake group, less those of the same computing without a pipeline; a
+message is a call of torch's fake backend, which delivers nothing. "ranks": of four ranks together, whose messages
+arrive: torch's by gloo, ours by gloo and by the shared memory of hp-onesided.
 
     python packages/hp-pipeline/benchmarks/bench_pipeline.py --repeats 7
 """
@@ -24,7 +26,8 @@ import hp_pipeline
 from hp_pipeline import PipelineStage, placed
 from hp_pipeline.messages.channels import Channel, Message
 from hp_pipeline.running.runner import Runner, Settings
-from hp_testing import note_figure
+from hp_platform.extend import set_transport
+from hp_testing import note_figure, run_ranks
 
 RANKS, RANK, MICRO, WIDTH = 4, 1, 8, 4
 NAMES = {
@@ -71,10 +74,10 @@ def ours(name: str) -> tuple[Callable[[], object], int]:
     return lambda: schedule.run(x), len(order[RANK])
 
 
-def theirs(name: str) -> Callable[[], object]:
+def theirs(name: str, rank: int = RANK) -> Callable[[], object]:
     kind = getattr(pipelining, NAMES[name])
     single = name in ("ScheduleGPipe", "Schedule1F1B")
-    indices = [RANK] if single else ([RANK, 2 * RANKS - 1 - RANK] if name == "ScheduleZBV" else [RANK, RANK + RANKS])
+    indices = [rank] if single else ([rank, 2 * RANKS - 1 - rank] if name == "ScheduleZBV" else [rank, rank + RANKS])
     count = RANKS if single else 2 * RANKS
     example = torch.randn(1, WIDTH, requires_grad=True)
     stages = [
@@ -83,13 +86,50 @@ def theirs(name: str) -> Callable[[], object]:
         )
         for index in indices
     ]
-    for stage in stages:  # the ranks' vote to use the shapes that they were given, which a fake group does not deliver
+    fake = dist.get_backend() == "fake"
+    for stage in (
+        stages if fake else ()
+    ):  # which does not deliver the ranks' vote to use the shapes that they were given
         if hasattr(stage, "_warmup_backward_result"):
             stage._warmup_forward_vote = lambda *args, **kwargs: torch.ones(1, dtype=torch.int32)  # type: ignore[method-assign]
             stage._warmup_backward_result = lambda *args, **kwargs: torch.ones(1, dtype=torch.int32)  # type: ignore[method-assign]
     schedule = kind(stages[0] if single else stages, MICRO, loss_fn=lambda out, target: out.sum())
     x = torch.randn(MICRO, WIDTH)
-    return lambda: schedule.step(target=x)
+    return lambda: schedule.step(*([] if rank or fake else [x]), target=x)
+
+
+class Last(nn.Linear):
+    """A last stage, which returns its loss."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).sum()
+
+
+def of_ranks(name: str, repeats: int) -> tuple[int, list[list[float]]]:
+    """Return a rank's number of actions, and its CPU seconds of a step: ours by each transport, and torch's."""
+    torch.set_num_threads(1)
+    kind, rank = getattr(hp_pipeline, name), dist.get_rank()
+    placement = placed(kind.shape, RANKS)
+    indices = [index for index, place in enumerate(placement) if place == rank]
+    layers = [(Last if index == len(placement) - 1 else nn.Linear)(WIDTH, WIDTH) for index in indices]
+    stages = [PipelineStage(layer, index, len(placement)) for layer, index in zip(layers, indices, strict=True)]
+    schedule, x, peer = kind(stages, MICRO), torch.randn(MICRO, WIDTH), theirs(name, rank)
+
+    def ours_by(transport: str) -> Callable[[], object]:
+        def run() -> None:
+            set_transport(transport)
+            schedule.run(x)
+
+        return run
+
+    rows, candidates = [], (ours_by("auto"), ours_by("backend"), peer)
+    for repeat in range(repeats + 1):
+        row = []
+        for each in candidates:
+            dist.barrier()
+            row.append(timed(each, 10))
+        rows += [row] if repeat else []
+    return len(hp_pipeline.lower(schedule.exec_order, schedule.pipeline)[rank]), rows
 
 
 def bare(chunks: int) -> Callable[[], object]:
@@ -108,7 +148,31 @@ def bare(chunks: int) -> Callable[[], object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--parts", nargs="+", choices=("fake", "ranks"), default=("fake", "ranks"))
+    options = parser.parse_args()
+    for part in options.parts:
+        (fake if part == "fake" else ranks)(options.repeats)
+
+
+def ranks(repeats: int) -> None:
+    print(
+        f"{'four ranks, all together':26} {'actions':>8} {'torch us':>9} {'gloo us':>9} {'ratio':>6}"
+        f" {'shared us':>10} ratio"
+    )
+    for name in NAMES:
+        told = run_ranks(RANKS, of_ranks, name, repeats, timeout=600.0)
+        actions = sum(count for count, _ in told)
+        steps = [
+            [sum(rank) for rank in zip(*rows, strict=True)] for rows in zip(*(own for _, own in told), strict=True)
+        ]
+        shared, gloo, other = (statistics.median(column) / actions * 1e6 for column in zip(*steps, strict=True))
+        print(
+            f"{name:26} {actions:8d} {other:9.1f} {gloo:9.1f} {gloo / other:6.2f} {shared:10.1f} {shared / other:5.2f}",
+            flush=True,
+        )
+
+
+def fake(repeats: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
     print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -220,6 +221,7 @@ def _of_load(state_dict: dict[str, Any], manifest: Manifest, saved: Any, partial
     return there if partial else state
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the version of this package, for a manifest."""
     try:

@@ -310,7 +310,7 @@ def check_cover(where: str, entry: Entry, chunks: Sequence[Chunk]) -> None:
         raise InvalidCheckpointError(f"{text} has chunks of {sum(counts):,} elements")
     filled = np.flatnonzero(counts)
     if len(filled) > 1:
-        along = max(range(len(shape)), key=lambda dim: len(np.unique(low[:, dim])))
+        along = max(range(len(shape)), key=lambda dim: len(set(low[:, dim].tolist())))
         order = filled[np.argsort(low[filled, along], kind="stable")]
         low, chunks = low[order], [chunks[at] for at in order.tolist()]
         high = low + sizes[order]

@@ -265,18 +265,20 @@ def opened(path: Path, *, write: bool = False) -> Iterator[int]:
         os.close(descriptor)
 
 
-def write_at(descriptor: int, data: np.ndarray, offset: int, path: Path) -> None:
+def write_at(descriptor: int, data: np.ndarray | memoryview, offset: int, path: Path) -> None:
     """Write bytes at an offset.
 
     Raises:
         OSError: with the file's name.
     """
-    view = data.data
-    while view:
+    view = data if isinstance(data, memoryview) else data.data
+    while True:
         try:
             done = os.pwrite(descriptor, view[:_WRITTEN_BYTES], offset)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
+        if done == len(view):
+            return
         view, offset = view[done:], offset + done
 
 

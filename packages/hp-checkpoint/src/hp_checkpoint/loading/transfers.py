@@ -174,7 +174,7 @@ def _opened(record: bytes, size: int, lasting: ExitStack) -> _Neighbour | None:
     return _Neighbour(memory[:size], pipe, handle)
 
 
-_CHECKED_BYTES = 1 << 20
+_CHECKED_BYTES = 256 << 10  # so many are still in a core's own cache when they are hashed
 
 
 class Target:

@@ -125,16 +125,22 @@ def save_state(
     options: Any = {"metric": metric, "block_bytes": block_bytes, "limit": limit, "overwrite": overwrite}
     own = prepare_save(state, target, ranks, step=step, texts=texts, versions=versions, layout=layout, **options)
     rows: list[bytes] = []
+    manifests: list[Manifest] = []
 
     def write() -> bytes:
         rows.append(write_outputs(own.part, own.outputs, own.names, own.block_bytes).tobytes())
         return b""
 
+    def end() -> bytes:
+        content, manifest = finish(own.part, own.target, own.tree, own.names, of_all)
+        manifests.append(manifest)
+        return content
+
     with in_progress(own.part) if ranks.rank == ranks.leader else nullcontext():
         ranks.agree(write, "save")
         of_all = ranks.collect(rows[0])
-        content = ranks.first(lambda: finish(own.part, own.target, own.tree, own.names, of_all), "save")
-    return Manifest.from_bytes(content, str(target / MANIFEST))
+        content = ranks.first(end, "save")
+    return manifests[0] if manifests else Manifest.from_bytes(content, str(target / MANIFEST))
 
 
 def prepare_save(
@@ -172,7 +178,9 @@ def prepare_save(
     return Prepared(own, names, tree, target, part_folder(target, nonce), block_bytes, run)
 
 
-def finish(part: Path, target: Path, tree: dict[str, Any], names: Sequence[str], rows: Iterable[bytes]) -> bytes:
+def finish(
+    part: Path, target: Path, tree: dict[str, Any], names: Sequence[str], rows: Iterable[bytes]
+) -> tuple[bytes, Manifest]:
     """Write the manifest with all ranks' checksums, and commit.
 
     Args:
@@ -183,7 +191,7 @@ def finish(part: Path, target: Path, tree: dict[str, Any], names: Sequence[str],
         rows: of each rank, as `write_outputs` gives them.
 
     Returns:
-        The manifest's content.
+        The manifest's content, and what a load takes it for.
 
     Raises:
         InvalidCheckpointError: what the ranks wrote is not all of the files; nothing is committed.
@@ -195,10 +203,10 @@ def finish(part: Path, target: Path, tree: dict[str, Any], names: Sequence[str],
     for file in tree["files"].values():
         file["sums"].sort()
     content = sealed(tree)
-    Manifest.from_bytes(content, str(target / MANIFEST))  # a load takes it
+    manifest = Manifest.from_bytes(content, str(target / MANIFEST))  # a load takes it
     write_small(part / MANIFEST, content)
     commit(part, target)
-    return content
+    return content, manifest
 
 
 def write_outputs(folder: Path, listed: Iterable[Output], names: Sequence[str], block_bytes: int) -> np.ndarray:
@@ -239,9 +247,10 @@ def _write(descriptor: int, piece: Piece, data: np.ndarray, path: Path) -> int:
     """Write a piece that lies in one block, and return its checksum, computed while the bytes are in the cache."""
     if piece.count > 1 and piece.stride != piece.length:
         values = gather(data, piece.local, piece.length, piece.count, piece.local_stride)
-        for number in range(piece.count):
-            run = values[number * piece.length : (number + 1) * piece.length]
-            write_at(descriptor, run, piece.first + number * piece.stride, path)
+        view, length, at = values.data, piece.length, piece.first
+        for start in range(0, len(view), length):
+            write_at(descriptor, view[start : start + length], at, path)
+            at += piece.stride
         return checksum(values)
     values = gather(data, piece.local, piece.length, piece.count, piece.local_stride)
     hasher = xxhash.xxh3_64()
