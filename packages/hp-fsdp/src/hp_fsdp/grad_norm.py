@@ -219,6 +219,17 @@ def _counts(spec: TensorSpec | None, mesh: DeviceMesh | None) -> bool:
     return first and not any((mesh.get_coordinate() or (0,) * mesh.ndim)[axis] for axis in others)
 
 
+def counts_here(parameters: Sequence[Any]) -> list[bool]:
+    """Tell of each parameter whether this rank counts its part: no earlier rank has the same.
+
+    Args:
+        parameters: all of a model; plain ones count as replicated.
+    """
+    specs = [spec_of(parameter) for parameter in parameters]
+    mesh = _joint_mesh({spec.mesh for spec in specs if spec is not None})
+    return [_counts(spec, mesh) for spec in specs]
+
+
 def _joint_mesh(meshes: set[DeviceMesh]) -> DeviceMesh | None:
     """Return the smallest mesh that has the ranks of all; None without meshes."""
     if len(meshes) <= 1:

@@ -12,6 +12,9 @@ from hp_plan.checks.verification import ModuleDifference, VerifyResult
 from hp_plan.dry.report import DryReport
 from hp_plan.dry.simulated import Simulated
 from hp_plan.linting import lint, order_axes
+from hp_plan.monitor.comparing import Comparison, Divergence, compare_readings
+from hp_plan.monitor.origin import Origin
+from hp_plan.monitor.readings import RankReadings, Reading, read_readings
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.sections import (
@@ -26,6 +29,7 @@ from hp_plan.sections import (
     MeshSection,
     MetricsSection,
     ModelSection,
+    MonitorSection,
     ObjectiveSection,
     OptimizerGroup,
     OptimizerSection,
@@ -42,9 +46,11 @@ __all__ = [
     "AdapterSection",
     "CommunicationSection",
     "CompileSection",
+    "Comparison",
     "ContextSection",
     "DataSection",
     "Diagnostic",
+    "Divergence",
     "DryReport",
     "ExpertsSection",
     "FsdpSection",
@@ -55,12 +61,16 @@ __all__ = [
     "ModelSection",
     "ObjectiveSection",
     "ModuleDifference",
+    "MonitorSection",
     "OptimizerGroup",
     "OptimizerSection",
+    "Origin",
     "ParallelPlan",
     "PipelineSection",
     "PlanError",
     "ProfileSection",
+    "RankReadings",
+    "Reading",
     "RunSection",
     "ScheduleSection",
     "Simulated",
@@ -71,11 +81,13 @@ __all__ = [
     "build_optimizer",
     "build_parallel_model",
     "build_schedule",
+    "compare_readings",
     "dry_run",
     "fit",
     "lint",
     "order_axes",
     "probe",
+    "read_readings",
     "simulate_rank",
     "tune",
     "verify",

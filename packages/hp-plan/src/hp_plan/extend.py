@@ -12,6 +12,8 @@ from hp_plan.features.loss import cut_rows, share_out
 from hp_plan.features.optimizers import multiple_of_first
 from hp_plan.features.pipelines import Choice, Outlook, outlook
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage, refuse_by_itself
+from hp_plan.monitor.origin import decode, earliest, encode
+from hp_plan.monitor.readings import ALONE, COUNTED, PHASES, ReadingsFile
 from hp_plan.plan import data_parallel_place, data_parallel_rows, json_schema, read_plan, read_toml
 from hp_plan.port import build, verifier
 from hp_plan.reading.diagnostics import near_misses
@@ -23,6 +25,13 @@ from hp_plan.tuning.proposal import Estimate, Play, Proposal, propose
 from hp_plan.tuning.search import NothingFits, Tuned, tuned_text
 
 __all__ = [
+    "ALONE",
+    "COUNTED",
+    "PHASES",
+    "ReadingsFile",
+    "decode",
+    "earliest",
+    "encode",
     "Choice",
     "NothingFits",
     "Tuned",

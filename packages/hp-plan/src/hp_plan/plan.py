@@ -25,6 +25,7 @@ from hp_plan.sections import (
     MeshSection,
     MetricsSection,
     ModelSection,
+    MonitorSection,
     ObjectiveSection,
     OptimizerSection,
     PipelineSection,
@@ -55,6 +56,7 @@ SECTIONS: dict[str, type] = {
     "metrics": MetricsSection,
     "validation": ValidationSection,
     "profile": ProfileSection,
+    "monitor": MonitorSection,
 }
 _SECTION_SYNONYMS = {
     **dict.fromkeys(("lora", "peft"), "adapter"),
@@ -65,6 +67,7 @@ _SECTION_SYNONYMS = {
     **dict.fromkeys(("lr_scheduler", "scheduler"), "schedule"),
     **dict.fromkeys(("eval", "evaluation"), "validation"),
     **dict.fromkeys(("recompute", "offload"), "memory"),
+    **dict.fromkeys(("watch", "readings"), "monitor"),
 }
 AUTOMATIC_STYLES = ("auto", "auto-sequence")
 
@@ -100,6 +103,7 @@ class ParallelPlan:
         metrics: where they go.
         validation: data for it, and how often.
         profile: which steps are profiled.
+        monitor: what is read of tensors in training.
 
     Raises:
         PlanError: a value has the wrong type or is out of range; it has all diagnostics.
@@ -124,6 +128,7 @@ class ParallelPlan:
     metrics: MetricsSection = field(default_factory=MetricsSection)
     validation: ValidationSection = field(default_factory=ValidationSection)
     profile: ProfileSection = field(default_factory=ProfileSection)
+    monitor: MonitorSection = field(default_factory=MonitorSection)
 
     def __post_init__(self) -> None:
         diagnostics: list[Diagnostic] = []

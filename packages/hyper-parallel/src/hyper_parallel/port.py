@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hp_checkpoint.extend import Adapter
 from hp_pipeline.extend import Operations
-from hp_plan import ParallelPlan
+from hp_plan import Origin, ParallelPlan
 from hp_platform.extend import Place, load_port
 from hyper_parallel.data import Rows
 from hyper_parallel.launching.launch import Job
@@ -47,6 +47,30 @@ class Process(Protocol):
         ...
 
 
+class Pending(Protocol):
+    """Readings of a step, on their way to the host."""
+
+    def records(self, step: int, number: Callable[[str], int]) -> NDArray[Any]:
+        """Wait for them; get them as records, with the numbers of their names."""
+        ...
+
+
+class Capture(Protocol):
+    """What is read of a model in training; `hp_plan.<framework>.monitor`."""
+
+    def layout(self) -> dict[str, Any]:
+        """Describe what decides which part of a tensor a rank has."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Begin a step, which may be one to read."""
+        ...
+
+    def take(self, loss: Scalar | None) -> Pending | None:
+        """Get the step's readings, with this rank's loss; None of one that is not read."""
+        ...
+
+
 class Trainer(Protocol):
     """A model under training, with its optimizer and schedule."""
 
@@ -69,6 +93,15 @@ class Trainer(Protocol):
 
     def gradients(self, rows: Rows) -> tuple[Scalar | None, Scalar]:
         """Compute gradients of this rank's samples; get its loss, if it has one, and their norm, maybe to come."""
+        ...
+
+    @property
+    def capture(self) -> Capture | None:
+        """Get what is read of the model; None of a run that is not monitored."""
+        ...
+
+    def origin(self, rows: Rows) -> Origin | None:
+        """Compute gradients once more, and get where this rank's first NaN or infinity was born."""
         ...
 
     def update(self) -> None:

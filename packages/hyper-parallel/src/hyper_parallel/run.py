@@ -18,7 +18,7 @@ from hp_checkpoint import Checkpointer, CheckpointError, InvalidCheckpointError,
 from hp_checkpoint.extend import LastWords, Ranks
 from hp_offload.extend import BudgetError
 from hp_plan import ParallelPlan, PlanError
-from hp_plan.extend import data_parallel_rows, vocabulary
+from hp_plan.extend import ReadingsFile, data_parallel_rows, decode, earliest, encode, vocabulary
 from hp_platform import LostRankError, get_platform, manual_seed
 from hp_platform.extend import note_step
 from hyper_parallel.data import (
@@ -35,7 +35,7 @@ from hyper_parallel.data import (
 from hyper_parallel.data.samples import Batches
 from hyper_parallel.data.tokenization.tokenized import agreed_files, with_tokens
 from hyper_parallel.launching.launch import Resume
-from hyper_parallel.port import Numbers, Profiler, Trainer, gathering, profiling, shortages, training
+from hyper_parallel.port import Numbers, Pending, Profiler, Trainer, gathering, profiling, shortages, training
 from hyper_parallel.reports.output import CHECKPOINTS, OutputError, Step, attempt, replace_text
 from hyper_parallel.reports.run_metadata import known_peak
 from hyper_parallel.supervision.run_end import (
@@ -105,6 +105,7 @@ class _Launched:
         numbers: of all ranks: loss, norm, memory, wait for data, operations, tokens, whether asked to stop.
         begun: when.
         ended: when the next one begun, or its numbers were there.
+        readings: of the monitor, if the step is one that is read.
     """
 
     step: int
@@ -112,6 +113,7 @@ class _Launched:
     numbers: Numbers
     begun: float
     ended: float | None = None
+    readings: Pending | None = None
 
 
 class Run:
@@ -196,6 +198,10 @@ class Run:
                 self.checkpoints.__exit__(type(error))
                 raise
         self._saved = self.step
+        self._readings: ReadingsFile | None = None
+        if self.trainer.capture is not None:
+            layout = self.trainer.capture.layout()
+            self._readings = ReadingsFile(self.folder, self.ranks.rank, layout, step=self.step)
 
     def __enter__(self) -> Run:
         return self
@@ -205,6 +211,8 @@ class Run:
             if isinstance(error, Exception) and not isinstance(error, DivergedError):
                 self._say_last_words(error)
             self._batches.close()
+            if self._readings is not None:
+                self._readings.close()
             if kind is None:
                 self._end_profile()
         finally:
@@ -312,7 +320,13 @@ class Run:
         # So that dropout goes on where it was, too.
         manual_seed((self.plan.run.seed * 1_000_003 + self.step) % 2**63)
         batch, lr = self._batches.take(self.sample), self.trainer.lr
+        capture = self.trainer.capture
+        if capture is not None:
+            capture.begin(self.step + 1)
         loss, norm = self.trainer.gradients(batch.rows)
+        if capture is not None and not math.isfinite(float(norm)):  # alike on all ranks
+            self._write(capture.take(loss), self.step + 1)
+            self._look_for_origin(batch.rows, loss, float(norm))
         self._updating = True
         self.trainer.update()
         self.step, self.sample = self.step + 1, self.sample + self.plan.data.batch_size
@@ -323,7 +337,21 @@ class Run:
         operations = self._operations(batch.rows)
         own = [loss if last else np.nan, norm, memory, batch.wait, operations, batch.rows.sizes.sum(), asked, last]
         own += () if self.trainer.measured is None else self.trainer.measured
-        return _Launched(self.step, lr, self._numbers(own), begun)
+        readings = None if capture is None else capture.take(loss)
+        return _Launched(self.step, lr, self._numbers(own), begun, readings=readings)
+
+    def _write(self, readings: Pending | None, step: int) -> None:
+        if readings is not None and self._readings is not None:
+            self._readings.write(readings.records(step, self._readings.number))
+
+    def _look_for_origin(self, rows: Rows, loss: Any, norm: float) -> None:
+        """Run the step again, whose update was not taken, to say where its first NaN or infinity was born."""
+        manual_seed((self.plan.run.seed * 1_000_003 + self.step) % 2**63)
+        origins = self.ranks.agree(lambda: encode(self.trainer.origin(rows)), "looking for a NaN")
+        own = str(0.0 if loss is None else float(loss)).encode()
+        losses = map(float, self.ranks.agree(lambda: own, "sharing the loss"))
+        saved = str(self.checkpoints.path(self._saved)) if self._saved else None
+        check_finite(self.step + 1, sum(losses), norm, saved=saved, origin=earliest([*map(decode, origins)]))
 
     def _operations(self, rows: Rows) -> float:
         """Count the operations of a rank's samples; those of whole samples are counted once."""
@@ -337,6 +365,7 @@ class Run:
     def _finished(self, launched: _Launched, *, validate: bool = False) -> Step:
         """Wait for the numbers of a step."""
         numbers = launched.numbers.read()
+        self._write(launched.readings, launched.step)
         losses, norms, memory, waits, operations, tokens, asked, last, *measured = numbers.T
         seconds = (launched.ended or time.perf_counter()) - launched.begun
         # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
@@ -350,6 +379,8 @@ class Run:
         counted = float(operations.mean()) * parts
         names = self.trainer.measures
         more = {name: float(column.mean()) for name, column in zip(names, measured, strict=True)}
+        if self._readings is not None:
+            more |= {"lowest_loss": min(losses), "highest_loss": max(losses)}
         loss, texts = None, ()
         if validate:
             note_step("validate", launched.step)

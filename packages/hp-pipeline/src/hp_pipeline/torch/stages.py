@@ -98,6 +98,11 @@ class _Placeholder(nn.Module):
         return self.relay.blank(*(tensors[0].shape if tensors else ()), self.relay.received.shape[-1])
 
 
+def is_stand_in(module: nn.Module) -> bool:
+    """Tell whether a module of a stage stands for what another stage runs."""
+    return isinstance(module, (PassThrough, _Placeholder))
+
+
 def placeholder(module: nn.Module, relay: Relay, ahead: bool) -> nn.Module:
     """Return a stand-in for a module that is not a block; ``ahead`` if it runs before the blocks."""
     features = module.out_features if isinstance(module, nn.Linear) and not ahead else None

@@ -33,6 +33,7 @@ from hp_plan.features.sequences import (
     check_scattered,
     check_sequence,
 )
+from hp_plan.monitor.checks import check_monitor, check_monitored
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.structure.memory import check_budget, check_memory, check_states
@@ -256,6 +257,7 @@ CHECKS = (
     Check(check_validation, apply=False),
     Check(check_best, apply=False),
     Check(check_profile, apply=False),
+    Check(check_monitor, apply=False),
     Check(check_saving),
     Check(check_group_values, apply=False),
     Check(check_compile),
@@ -276,6 +278,7 @@ CHECKS = (
     Check(check_compiled, "model"),
     Check(check_homes, "model"),
     Check(check_budget, "model", apply=False),
+    Check(check_monitored, "model", apply=False),
     Check(check_experts, "styles"),
     Check(check_scattered, "styles"),
     Check(check_overlapped, "styles"),

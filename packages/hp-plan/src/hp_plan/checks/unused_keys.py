@@ -119,7 +119,8 @@ def check_unused_keys(plan: ParallelPlan) -> list[Diagnostic]:
         paths = ("batches", "every")
     validation = _without(plan, "validation", "paths", paths, possible=plan.mesh.pp == 1)
     validation += _without(plan, "validation", "prompts", prompts, possible=no_text(plan) is None)
-    return [*diagnostics, *validation, *_without(plan, "profile", "start", ("steps", "ranks"))]
+    monitor = _without(plan, "monitor", "every", ("phases", "names", "bits"))
+    return [*diagnostics, *validation, *monitor, *_without(plan, "profile", "start", ("steps", "ranks"))]
 
 
 def _without(

@@ -298,3 +298,26 @@ class ProfileSection:
     start: int | None = at_least(1, None)
     steps: int = at_least(1, 3)
     ranks: tuple[int, ...] = at_least(0, (0,))
+
+
+@dataclass(frozen=True)
+class MonitorSection:
+    """Numbers of tensors that a run writes as it trains: norm, smallest and largest element, the part that is zero.
+
+    They are in the run's folder, in files of each rank; `hyper-parallel monitor show` and `monitor compare` read them.
+    A monitored run looks at the gradients' norm before the optimizer's step. Where it isn't finite the step is run once
+    more to find the module, rank and element where the first such number was born, and no weight has it.
+
+    Attributes:
+        every: read the first step and each so many after it; 0 reads nothing.
+        phases: `"loss"` (each rank's), `"gradient"` (before clipping), `"weight"` and `"moment"` (after the step) of
+            parameters; `"forward"` and `"backward"`, the output of modules and the gradient with respect to it.
+        names: patterns of modules, such as `"model.layers.*"`: their outputs and all parameters inside. None reads all
+            parameters, and the modules that have no others inside.
+        bits: read the sum of each tensor's bits as well, so that runs are compared to the last of them.
+    """
+
+    every: int = at_least(0, 0)
+    phases: tuple[Literal["loss", "forward", "backward", "gradient", "weight", "moment"], ...] = ("loss", "gradient")
+    names: tuple[str, ...] = ()
+    bits: bool = False

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -38,7 +38,7 @@ from hp_platform.extend import (
     wanted_platform,
 )
 from hyper_parallel import worker
-from hyper_parallel.commands import checkpoints, planning, proposing
+from hyper_parallel.commands import checkpoints, monitor, planning, proposing
 from hyper_parallel.commands.data import app as data_app
 from hyper_parallel.commands.data import show as show_documents
 from hyper_parallel.commands.doctor import examine_machine
@@ -74,6 +74,7 @@ Ranks = Annotated[
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(checkpoints.app, name="checkpoint")
 app.add_typer(data_app, name="data")
+app.add_typer(monitor.app, name="monitor")
 app.command()(proposing.init)
 app.command()(planning.dryrun)
 app.command(name="fit")(planning.fit_plan)
@@ -116,6 +117,10 @@ def train(
         int | None,
         typer.Option(min=0, help="Give this rank the terminal at breakpoint() and where it fails.", show_default=False),
     ] = None,
+    readings: Annotated[
+        Literal["full"] | None,
+        typer.Option("--monitor", help="full: read all of each step, in place of [monitor].", show_default=False),
+    ] = None,
     simulate_ranks: Annotated[
         int | None,
         typer.Option(min=1, help="Run one rank of so many here, and measure it.", show_default=False),
@@ -134,6 +139,7 @@ def train(
     with user_errors():
         if simulate_ranks is not None:
             needs_ranks = {"--resume": resume != "no", "--until": until, "--out": out, "--data": data}
+            needs_ranks |= {"--monitor": readings is not None}
             needs_ranks |= {"--nproc": nproc, "--weights": weights, "--debug-rank": debug_rank is not None}
             options: dict[str, Any] = {"rank": rank, "hardware": hardware, "steps": steps, "without": needs_ranks}
             planning.simulate_rank(plan, simulate_ranks, **options, assignments=assignments, json_lines=json_lines)
@@ -152,6 +158,8 @@ def train(
             override_value(tables, "model", "weights", str(weights))
         if data:
             override_value(tables, "data", "paths", list(data))
+        for key, value in monitor.FULL.items() if readings is not None else ():
+            override_value(tables, "monitor", key, value)
         ranks = prepare(tables, nproc)
         if debug_rank is not None and debug_rank >= ranks:
             raise SettingError(f"--debug-rank {debug_rank}: the {ranks} ranks are 0 to {ranks - 1}")

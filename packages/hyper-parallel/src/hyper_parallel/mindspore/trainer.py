@@ -40,12 +40,14 @@ class Trainer:
         adapter: None; a plan with one is refused.
         measures: nothing is measured beside the loss.
         measured: None.
+        capture: None; a plan with `[monitor]` is refused.
     """
 
     operations = None
     adapter = None
     measures: Sequence[str] = ()
     measured = None
+    capture = None
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan = plan
@@ -116,6 +118,9 @@ class Trainer:
             else:
                 self.optimizer(gradients)
         self.schedule.step()
+
+    def origin(self, rows: Rows) -> None:
+        """Return nothing: a step is not run again to look for a NaN."""
 
     def experts(self, *, loads: bool = True) -> None:
         """Return nothing: experts are not spread over ranks by a plan."""

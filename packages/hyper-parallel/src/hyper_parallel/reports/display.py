@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from hp_plan import VerifyResult
 from hp_platform import get_platform
 from hyper_parallel.reports.output import Step, Summary, as_json
+from hyper_parallel.reports.readings import Series, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -271,6 +272,20 @@ def findings_table(findings: Iterable[Finding]) -> Table:
         head = "" if each.part == part else f"[bold]{each.part}[/bold]"
         table.add_row(head, escape(each.name), f"{mark}{escape(each.value)}", escape(each.fix))
         part = each.part
+    return table
+
+
+def readings_table(shown: Series) -> Table:
+    """Make the table of a run's readings: a line of bars for each tensor, and the numbers of the last step."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(shown.phase, f"norm, steps {shown.steps[0]} to {shown.steps[-1]}", box=None)
+    for column in ("first", "last", "low", "high"):
+        table.add_column(column, justify="right")
+    for name, norms in shown.norms.items():
+        last = (norms[0], norms[-1], shown.lows[name][-1], shown.highs[name][-1])
+        table.add_row(Text(name or "loss"), sparkline(norms), *(f"{number:.4g}" for number in last))
     return table
 
 

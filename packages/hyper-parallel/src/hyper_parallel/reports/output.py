@@ -133,6 +133,8 @@ class Step:
         margin: by how much, the mean of a pair.
         validation_accuracy: the same of the validation data.
         validation_margin: the same of the validation data.
+        lowest_loss: of a rank, in a run that is monitored.
+        highest_loss: the same.
         texts: what the model wrote after the step, for each of `validation.prompts`.
     """
 
@@ -151,6 +153,8 @@ class Step:
     margin: float | None = None
     validation_accuracy: float | None = None
     validation_margin: float | None = None
+    lowest_loss: float | None = None
+    highest_loss: float | None = None
     texts: tuple[str, ...] = ()
 
     @property

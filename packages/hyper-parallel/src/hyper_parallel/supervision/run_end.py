@@ -19,7 +19,7 @@ from typing import Any
 
 from hp_checkpoint.extend import steps_in
 from hp_offload.extend import BudgetError, parse_size, size
-from hp_plan import Diagnostic, ParallelPlan
+from hp_plan import Diagnostic, Origin, ParallelPlan
 from hp_platform.extend import Place, read_flight
 from hyper_parallel.launching.launch import EXPLAINED, Job
 from hyper_parallel.reports.output import CHECKPOINTS, WARNINGS, weights_option
@@ -329,7 +329,7 @@ class DivergedError(RuntimeError):
     """A step whose loss or gradients are infinite or not a number: its weights are worth nothing, and are not saved."""
 
 
-def check_finite(step: int, loss: float, norm: float, *, saved: str | None) -> None:
+def check_finite(step: int, loss: float, norm: float, *, saved: str | None, origin: Origin | None = None) -> None:
     """Raise where a step has spoiled the weights.
 
     Args:
@@ -337,6 +337,7 @@ def check_finite(step: int, loss: float, norm: float, *, saved: str | None) -> N
         loss: of all ranks.
         norm: of all gradients, before clipping.
         saved: the newest checkpoint, which is of a step before; None without one.
+        origin: where the first such number was born, if that is known.
 
     Raises:
         DivergedError: the loss or the norm is not finite.
@@ -349,4 +350,5 @@ def check_finite(step: int, loss: float, norm: float, *, saved: str | None) -> N
     fix = "start again with a smaller optimizer.lr, with run.grad_clip or with schedule.warmup_steps"
     if saved is not None:
         fix += f", from its weights by {weights_option(Path(saved))}"
-    raise DivergedError(f"{what}, so the weights after it are worth nothing and are not saved; {kept}; {fix}")
+    born = "" if origin is None else f": {origin}"
+    raise DivergedError(f"{what}{born}, so the weights after it are worth nothing and are not saved; {kept}; {fix}")

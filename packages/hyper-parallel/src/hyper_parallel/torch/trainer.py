@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from hp_checkpoint.extend import Adapter, has_safetensors
 from hp_moe import get_placement_state, rebalance, register_experts, report_drops, set_placement_state
 from hp_pipeline.torch.extend import count_operations
-from hp_plan import ParallelPlan, apply, build_optimizer, build_schedule
+from hp_plan import Origin, ParallelPlan, apply, build_optimizer, build_schedule
 from hp_plan.extend import multiple_of_first, saved_name
 from hp_plan.torch.extend import (
+    Capture,
+    Hunt,
     adapter_texts,
     backward_loss,
     begin,
@@ -56,6 +58,7 @@ class Trainer:
             an objective that calls them otherwise.
         measures: names of what is measured of a step beside its loss.
         measured: a mean of this rank's samples of the last step for each of them; None without names.
+        capture: what is read of the model; None of a run that is not monitored.
     """
 
     def __init__(self, plan: ParallelPlan) -> None:
@@ -83,6 +86,7 @@ class Trainer:
         self.schedule = build_schedule(plan, self.optimizer)
         self._multiple = multiple_of_first(self.optimizer, self.model.named_parameters(), plan)
         self._steps = 0
+        self.capture = Capture(plan, self.model) if plan.monitor.every else None
 
     @property
     def lr(self) -> float:
@@ -99,10 +103,27 @@ class Trainer:
             The loss of these samples, None on ranks without the model's last stage, and the norm of all gradients
             before clipping.
         """
-        self.optimizer.zero_grad()
-        options: dict[str, Any] = {"objective": self._objective, "measured": self._measure}
-        loss = backward_loss(self._plan, self.model, **self._inputs(rows), **options)
+        with contextlib.nullcontext() if self.capture is None else self.capture.watching() as begins:
+            loss = self._backward(rows, begins)
+        if self.capture is not None:
+            self.capture.gradients()
         return loss, clip_gradients(self.model, self._plan.run.grad_clip)
+
+    def _backward(self, rows: Rows, begins: Callable[[int], None] | None) -> torch.Tensor | None:
+        self.optimizer.zero_grad()
+        options: dict[str, Any] = {"objective": self._objective, "measured": self._measure, "begins": begins}
+        return backward_loss(self._plan, self.model, **self._inputs(rows), **options)
+
+    def origin(self, rows: Rows) -> Origin | None:
+        """Compute gradients once more, and return where this rank's first NaN or infinity was born.
+
+        Args:
+            rows: this rank's samples.
+        """
+        hunt = Hunt(self._plan, self.model)
+        with hunt.hooked() as begins:
+            self._backward(rows, begins)
+        return hunt.origin
 
     def _measure(self, means: torch.Tensor) -> None:
         self.measured = means
@@ -110,6 +131,8 @@ class Trainer:
     def update(self) -> None:
         """Take the optimizer's step, the schedule's, and look at the experts."""
         self.optimizer.step()
+        if self.capture is not None:
+            self.capture.updated(self.optimizer)
         self.schedule.step()
         self._steps += 1
         if self._steps % self._plan.experts.every == 0:

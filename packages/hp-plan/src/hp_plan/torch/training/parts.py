@@ -90,7 +90,7 @@ def parts(plan: ParallelPlan, model: Any, single: nn.Module) -> Iterator[Part]:
         return
     kinds = {name: type(module) for name, module in single.named_modules()}
     for index, stage in model.stages.items():
-        yield Part(stage, _own_names(stage, kinds), _forwards(model, index))
+        yield Part(stage, _own_names(stage, kinds), forwards(model, index))
 
 
 def _own_names(stage: nn.Module, kinds: Mapping[str, type]) -> set[str]:
@@ -113,7 +113,7 @@ def _dots(name: str) -> list[int]:
     return [at for at, letter in enumerate(name) if letter == "."]
 
 
-def _forwards(model: PipelinedModel, stage: int) -> tuple[int, ...]:
+def forwards(model: PipelinedModel, stage: int) -> tuple[int, ...]:
     """List the micro-batches of a step in the order in which a stage's forwards take them."""
     own = model.schedule.exec_order[model.schedule.rank]
     steps = [part for step in own for part in compute_parts(step) if part.stage_index == stage]

@@ -1,0 +1,195 @@
+"""Runs with `[monitor]`: what they write, where two of them differ, and where a NaN is born."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+from small_runs import run
+
+from hp_plan import compare_readings, read_readings
+from hp_platform import get_platform
+from hp_testing import run_ranks
+from hyper_parallel.supervision.run_end import DivergedError
+from hyper_parallel.torch.trainer import Trainer
+
+PHASES = ["loss", "forward", "backward", "gradient", "moment", "weight"]
+FULL = {"every": 1, "phases": PHASES, "bits": True}
+thorough = pytest.mark.thorough
+
+
+def train(folder, mesh, *, monitor=FULL, steps=3, model=None, **changed):
+    folder.mkdir()
+    run_ranks(math.prod(mesh.values()), run, folder, mesh, steps, model, changed={"monitor": monitor, **changed})
+    return folder / "run"
+
+
+MESHES = [{}, {"dp_shard": 2}, {"tp": 2}, {"pp": 2}]
+MORE = [{"dp_replicate": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}]
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(each, marks=thorough) for each in MORE)], ids=str)
+def test_readings_make_up_the_metrics(tmp_path, mesh):
+    folder = train(tmp_path / "a", mesh)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    ranks = read_readings(folder)
+    assert sorted(ranks) == list(range(math.prod(mesh.values())))
+    for step in steps:
+        squares, own = [], []
+        for readings in ranks.values():
+            for reading, record in zip(readings, readings.records, strict=True):
+                if reading.step == step["step"] and reading.phase == "gradient" and record["flags"] & 1:
+                    squares.append(reading.norm**2)
+                if reading.step == step["step"] and reading.phase == "loss":
+                    own.append(reading.low)
+        assert math.sqrt(math.fsum(squares)) == pytest.approx(step["grad_norm"], rel=1e-12)
+        assert sum(own) / len(own) == pytest.approx(step["loss"], rel=1e-12)
+        assert (step["lowest_loss"], step["highest_loss"]) == (min(own), max(own))
+
+
+def test_layouts_do_not_diverge(tmp_path):
+    one = train(tmp_path / "one", {})
+    for number, mesh in enumerate([*MESHES[1:], *MORE[:2]]):
+        comparison = compare_readings(one, train(tmp_path / str(number), mesh))
+        assert comparison.first is None, str(comparison.first)
+        assert comparison.readings > 400 and comparison.by == "norms"
+
+
+def test_deterministic_runs_have_the_same_bits_on_any_number_of_ranks(tmp_path):
+    changed = {"deterministic": True, "batch_size": 4}
+    two = train(tmp_path / "two", {"dp_shard": 2}, accumulate=2, **changed)
+    four = train(tmp_path / "four", {"dp_shard": 4}, **changed)
+    comparison = compare_readings(two, four)
+    assert comparison.first is None, str(comparison.first)
+    assert comparison.by == "bits" and comparison.steps == 3
+
+
+@dataclass(frozen=True)
+class Plant:
+    """Something that goes wrong: on a rank, in a step, in what a module returns or in the gradient of that."""
+
+    step: int
+    rank: int
+    name: str
+    phase: str
+    value: float | None = None  # None adds a unit in the last place
+
+
+def spoil(tensor, value):
+    local = getattr(tensor, "_local_tensor", tensor)
+    flat = local.data.view(-1) if local.is_contiguous() else local.data.reshape(-1)
+    at = flat.abs().argmax() if value is None else len(flat) // 2
+    flat[at] = torch.nextafter(flat[at], torch.tensor(math.inf, dtype=flat.dtype)) if value is None else value
+
+
+def spoiling(plant: Plant):
+    here = plant.rank == get_platform().groups.rank()  # the others have the same graph
+
+    def run(module, inputs, output):
+        if not torch.is_grad_enabled():
+            return None
+        tensor = output[0] if isinstance(output, tuple) else output
+        changed = tensor.clone()
+        if not here:
+            pass
+        elif plant.phase == "forward":
+            spoil(changed, plant.value)
+        else:
+            changed.register_hook(lambda gradient: spoil(gradient, plant.value))
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    return run
+
+
+@contextmanager
+def planted(plant: Plant | None) -> Iterator[None]:
+    gradients, done = Trainer._backward, [0]
+
+    def with_fault(self, rows, begins):
+        done[0] += 1
+        here = plant is not None and done[0] >= plant.step
+        stages = getattr(self.model, "stages", {0: self.model}) if here else {}
+        modules = {name: module for stage in stages.values() for name, module in stage.named_modules()}
+        module = modules.get(plant.name) if plant is not None else None
+        handles = [] if module is None else [module.register_forward_hook(spoiling(plant), prepend=True)]
+        try:
+            return gradients(self, rows, begins)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    with mock.patch.object(Trainer, "_backward", with_fault):
+        yield
+
+
+def run_planted(folder, mesh, plants, model, changed):
+    """Train once for each plant; of a NaN, write what the run ends with."""
+    for number, plant in enumerate(plants):
+        own = folder / str(number)
+        own.mkdir(exist_ok=True)
+        with planted(plant):
+            try:
+                run(own, mesh, 2, model, changed=changed)
+            except DivergedError as error:
+                (own / f"error-{get_platform().groups.rank()}").write_text(str(error))
+
+
+LAYERS = [f"model.layers.{layer}." for layer in (0, 1)]
+LEAVES = ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.up_proj", "post_attention_layernorm"]
+
+
+def plants(ranks, count, seed, value=None, stage=None):
+    drawn, chosen = random.Random(seed), []
+    for number in range(count):
+        rank = drawn.randrange(ranks)
+        layer = LAYERS[rank if stage else drawn.randrange(2)]
+        phase = ("forward", "backward")[number % 2]
+        chosen.append(Plant(1 + number % 2, rank, layer + drawn.choice(LEAVES), phase, value))
+    return chosen
+
+
+ULPS = [({"dp_shard": 2}, 3), pytest.param({"dp_shard": 2}, 25, marks=thorough)]
+ULPS += [pytest.param({"tp": 2}, 13, marks=thorough), pytest.param({"pp": 2}, 12, marks=thorough)]
+
+
+@pytest.mark.parametrize(("mesh", "count"), ULPS, ids=str)
+def test_a_difference_of_one_unit_in_the_last_place_is_named(tmp_path, mesh, count):
+    wrong = plants(2, count, count, stage="pp" in mesh)
+    equal = 1 if count == 3 else 4
+    run_ranks(2, run_planted, tmp_path, mesh, [*[None] * (1 + equal), *wrong], None, {"monitor": FULL})
+    for number in range(1, 1 + equal):
+        comparison = compare_readings(tmp_path / "0/run", tmp_path / f"{number}/run")
+        assert comparison.first is None and comparison.by == "bits"
+    for number, plant in enumerate(wrong, 1 + equal):
+        first = compare_readings(tmp_path / "0/run", tmp_path / f"{number}/run").first
+        assert first is not None, plant
+        assert (first.step, first.phase, first.name, first.rank) == (plant.step, plant.phase, plant.name, plant.rank)
+
+
+NANS = [({"dp_shard": 2}, 3, {}), ({"tp": 2}, 2, {}), ({"pp": 2}, 4, {})]
+NANS += [({"dp_shard": 2}, 2, {"memory": {"recompute": ["model.layers.*"]}})]
+MANY = [(mesh, 14, changed) for mesh, _, changed in NANS]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "count", "changed"), [*NANS, *(pytest.param(*each, marks=thorough) for each in MANY)], ids=str
+)
+def test_the_birth_of_a_nan_is_named(tmp_path, mesh, count, changed):
+    wrong = plants(2, count, count, math.nan if count % 2 else math.inf, stage="pp" in mesh)
+    monitor = {"every": 1, "phases": ["gradient"]}
+    run_ranks(2, run_planted, tmp_path, mesh, wrong, None, {"monitor": monitor, **changed})
+    for number, plant in enumerate(wrong):
+        texts = {path.read_text() for path in (tmp_path / str(number)).glob("error-*")}
+        assert len(texts) == 1, (plant, texts)
+        text = texts.pop()
+        assert f" of step {plant.step} " in text and f"{plant.phase} of {plant.name} on rank {plant.rank}" in text, (
+            plant,
+            text,
+        )
