@@ -402,6 +402,14 @@ def bench(session: nox.Session) -> None:
         session.run("python", path)
 
 
+@nox.session(name="gpu-day", default=False)
+def gpu_day(session: nox.Session) -> None:
+    """The first hour on a device: audit of streams, tests, figures; `-- --backend torch-npu-sim audit` to rehearse."""
+    others = ("pytest-xdist", "transformers", "peft", "pyarrow")
+    install(session, *PACKAGES, extras="[torch,test]", others=others)
+    session.run("python", "packages/hyper-parallel/benchmarks/device_day.py", *session.posargs)
+
+
 @nox.session(default=False)
 def context(session: nox.Session) -> None:
     """Context parallelism of transformers models against one process, all combinations; `-- --only gemma3` for some."""

@@ -34,6 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import hp_dtensor as hp
 from hp_testing import note_figure
 
+DEVICE = torch.device("cpu")
 RANKS = 8
 
 
@@ -110,8 +111,8 @@ def _cases() -> dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], tu
 
 
 def bench_operations(rounds: int, backward: bool) -> None:
-    ours_mesh = hp.init_device_mesh("cpu", (RANKS,), ("tp",))
-    theirs_mesh = peer_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    ours_mesh = hp.init_device_mesh(DEVICE.type, (RANKS,), ("tp",))
+    theirs_mesh = peer_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("tp",))
 
     def ours(local: torch.Tensor, dim: int | None) -> Any:
         made = hp.DTensor.from_local(
@@ -129,7 +130,9 @@ def bench_operations(rounds: int, backward: bool) -> None:
         return local.clone().requires_grad_(local.is_floating_point())
 
     rows, ratios = [], []
-    for name, (fn, operands, dims) in _cases().items():
+    with DEVICE:  # not while it is timed: a default device is a mode, which every operation passes through
+        cases = _cases()
+    for name, (fn, operands, dims) in cases.items():
         runs: dict[str, Callable[[], Any]] = {}
         for who, make in (("plain", plain), ("torch", theirs), ("ours", ours)):
             args = [make(local, dim) for local, dim in zip(operands, dims, strict=True)]
@@ -138,7 +141,7 @@ def bench_operations(rounds: int, backward: bool) -> None:
                 gradient = (
                     out.detach().clone()
                     if who != "ours"
-                    else hp.DTensor.from_local(torch.ones(out.local_shape), ours_mesh, out.placements)
+                    else hp.DTensor.from_local(torch.ones(out.local_shape, device=DEVICE), ours_mesh, out.placements)
                 )
                 leaves = [a for a in args if a.requires_grad]
 
@@ -233,16 +236,16 @@ class ByHand(Block):
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Block(64, 8, 128), Block(64, 8, 128))
+    return nn.Sequential(Block(64, 8, 128), Block(64, 8, 128)).to(DEVICE)
 
 
 def bench_transformer(rounds: int) -> None:
     import hp_styles
 
-    x = torch.randn(2, 8, 64)
+    x = torch.randn(2, 8, 64, device=DEVICE)
     columns, rows_ = ("*.q", "*.k", "*.v", "*.up"), ("*.o", "*.down")
     ours = _model()
-    mesh = hp.init_device_mesh("cpu", (RANKS,), ("tp",))
+    mesh = hp.init_device_mesh(DEVICE.type, (RANKS,), ("tp",))
     plan = {key: hp_styles.ColwiseParallel(use_local_output=False) for key in columns}
     plan |= {key: hp_styles.RowwiseParallel(use_local_output=False) for key in rows_}
     hp_styles.parallelize_module(ours, mesh, plan)
@@ -251,14 +254,14 @@ def bench_transformer(rounds: int) -> None:
 
     def theirs_of(local: bool) -> nn.Module:
         model = _model()
-        made = peer_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+        made = peer_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("tp",))
         plan: dict[str, Any] = {key: peer_styles.ColwiseParallel(use_local_output=local) for key in columns}
         plan |= {key: peer_styles.RowwiseParallel(use_local_output=local) for key in rows_}
         peer_styles.parallelize_module(model, made, plan)
         return model if local else peer.distribute_module(model, made)
 
     theirs, theirs_local = theirs_of(False), theirs_of(True)
-    theirs_x = peer.distribute_tensor(x, peer_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), [peer.Replicate()])
+    theirs_x = peer.distribute_tensor(x, peer_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("tp",)), [peer.Replicate()])
     single = _model()
 
     def step(model: nn.Module, given: Any) -> Callable[[], None]:
@@ -271,7 +274,7 @@ def bench_transformer(rounds: int) -> None:
 
     runs = {
         "one device, unsharded": step(single, x),
-        "by hand, as Megatron": step(nn.Sequential(ByHand(64, 8, 128), ByHand(64, 8, 128)), x),
+        "by hand, as Megatron": step(nn.Sequential(ByHand(64, 8, 128), ByHand(64, 8, 128)).to(DEVICE), x),
         "torch, DTensor activations": step(theirs, theirs_x),
         "torch, local activations": step(theirs_local, x),
         "ours, DTensor activations": step(ours, ours_x),
@@ -291,12 +294,17 @@ def bench_transformer(rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="rounds of each table; default 30")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--device", default="cpu", help="of the tensors: cpu, cuda or npu; time is the host's CPU time")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    global DEVICE
+    DEVICE = torch.device(arguments.device)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores,"
+        f"{arguments.device}, torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()},"
+        f" {os.cpu_count()} cores,"
         " one thread"
     )
     bench_operations(rounds, backward=False)

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 
 from hp_dtensor import init_device_mesh
 from hp_moe import ExpertParallel, ExpertPlacement, GroupedExperts, plan_replicas, rebalance
+from hp_platform import get_platform
 from hp_platform.torch.grouped import grouped_linear
 from hp_styles import parallelize_module
 
@@ -43,11 +44,18 @@ def compared(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, l
         for name, run in runs.items():
             begin = time.perf_counter()
             run()
+            get_platform().devices.synchronize()
             seconds[name].append(time.perf_counter() - begin)
     return {name: values[1:] for name, values in seconds.items()}
 
 
-def grouped(repeats: int) -> None:
+def grouped(repeats: int, device: str) -> None:
+    print(f"torch {torch.__version__}, {get_platform().devices.name() if device != 'cpu' else 'CPU'}")
+    with torch.device(device):
+        _grouped(repeats)
+
+
+def _grouped(repeats: int) -> None:
     for experts, hidden, inner, tokens in ((16, 64, 128, 512), (64, 64, 128, 512), (16, 256, 512, 2048)):
         for dtype in (torch.float32, torch.float64):
             weight = torch.randn(experts, inner, hidden, dtype=dtype, requires_grad=True)
@@ -248,11 +256,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--parts", nargs="+", default=["grouped", "replicas", "layer", "hot", "bits"])
+    parser.add_argument("--device", default="cpu", help="of the grouped products: cpu, cuda or npu (default: cpu)")
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     torch.set_num_threads(1)
     if "grouped" in arguments.parts:
-        grouped(arguments.repeats)
+        grouped(arguments.repeats, arguments.device)
     if "replicas" in arguments.parts:
         replicas()
     for name, run, ranks in (("layer", layer, RANKS), ("hot", hot, HOT_RANKS)):

@@ -52,6 +52,7 @@ def main() -> None:
     x = torch.randn(given.rows, given.features, device=device)
     plain = blocks(given.blocks, given.features)
     block = sum(each.nbytes for each in plain[0].parameters())
+    print(f"torch {torch.__version__}, {get_platform().devices.name()}")
     models = {"plain": plain}
     reports = {}
     for ahead in (0, 1):

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 TARGETS = ("torch-cpu", "torch-cuda", "torch-npu", "torch-npu-sim", "mindspore-cpu", "mindspore-ascend")
+AUDIT = "HYPER_PARALLEL_AUDIT_STREAMS"
+"""The environment's variable that turns the audit of streams on in the ranks of tests on a device."""
 _KINDS = {"ascend": "npu"}  # where the backend's name says another word than the platform
 _DEVICE = "HYPER_PARALLEL_DEVICE"
 _PLATFORM = "HYPER_PARALLEL_PLATFORM"

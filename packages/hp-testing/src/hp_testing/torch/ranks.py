@@ -16,7 +16,8 @@ from hp_platform import collectives, groups
 from hp_platform.communication.carriers import carrier_of
 from hp_platform.devices import devices
 from hp_platform.extend import init_on_this_machine
-from hp_testing.torch.stream_audit import AUDIT, Audit, start
+from hp_testing.pools.target import AUDIT
+from hp_testing.torch.stream_audit import Audit, start
 
 _audits: list[Audit] = []
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}

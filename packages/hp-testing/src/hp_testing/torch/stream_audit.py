@@ -27,8 +27,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable
 
-AUDIT = "HYPER_PARALLEL_AUDIT_STREAMS"
-"""The environment's variable that turns the audit on in the ranks of tests."""
 _COMMUNICATION = -1  # the stream that collectives run on
 _COLLECTIVES = (
     "allreduce", "_allgather_base", "allgather", "allgather_into_tensor_coalesced", "_reduce_scatter_base",
