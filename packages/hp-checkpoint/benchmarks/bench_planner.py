@@ -1,14 +1,18 @@
-"""CPU seconds of planning for 1,024 ranks and 2,000 tensors: files, writers, one rank's pieces, and the exchange."""
+"""CPU seconds for 1,024 ranks: plans of 2,000 tensors, and the reading of a manifest of files of each rank."""
 
 from __future__ import annotations
 
+import gc
+import json
 import time
 
 import numpy as np
 
-from hp_checkpoint.disk.files import Kind, lay_out
+from hp_checkpoint.disk.files import PAGE, Chunk, Entry, Kind, lay_out
+from hp_checkpoint.disk.manifest import BLOCK, FileSums, Manifest
 from hp_checkpoint.layout.tensors import Holding, pieces, scale
 from hp_checkpoint.loading.reads import Units, exchange, request_rows
+from hp_checkpoint.saving.arrangements import shard_file
 from hp_checkpoint.saving.save_plan import Tensor, writers
 from hp_dtensor import RaggedShard, Replicate, Shard
 
@@ -38,6 +42,29 @@ def layouts(kind: str) -> tuple[tuple[int, ...], list[tuple]]:
     if kind == "HSDP x TP":
         return (16, 8, 8), [(Replicate(), Shard(0), Shard(len(shape) - 1)) for shape in SHAPES]
     raise ValueError(kind)
+
+
+def manifest(tensors: int) -> bytes:
+    """Return the manifest of files of each rank that have four rows of each tensor, and a checksum of each box."""
+    names, rows = [f"layers.{n}.weight" for n in range(tensors)], 4
+    files, size = [shard_file("model", rank) for rank in range(WORLD)], rows * 4096 * 4
+    starts = [PAGE + number * size for number in range(tensors)]
+    entries = {
+        name: Entry(
+            name,
+            Kind("F32", (rows * WORLD, 4096)),
+            "",
+            0,
+            tuple(Chunk.dense((rank * rows, 0), (rows, 4096), file, start) for rank, file in enumerate(files)),
+        )
+        for name, start in zip(names, starts)
+    }
+    pieces = [(0, PAGE), *((start, size) for start in starts)]
+    ranges = [(at, min(at + length, end)) for at, length in pieces for end in [(at // BLOCK + 1) * BLOCK]]
+    ranges += [(end, at + length) for (at, length), (_, end) in zip(pieces, ranges) if end < at + length]
+    sums = tuple(sorted((at, end - at, 1, end - at, at * 2654435761 % 2**64) for at, end in ranges))
+    sizes = {file: FileSums(PAGE + tensors * size, sums) for file in files}
+    return Manifest(1, {"model": entries}, sizes).to_bytes()
 
 
 def main() -> None:
@@ -78,6 +105,20 @@ def main() -> None:
         f"exchange of {len(rows[0]):,} requests on each of {WORLD:,} ranks: {len(plan.units):,} units to read on one,"
         f" {time.process_time() - start:.2f} s"
     )
+    for tensors in (100, 400):
+        content = manifest(tensors)
+        start = time.process_time()
+        Manifest.from_bytes(content, "a manifest")
+        seconds = time.process_time() - start
+        gc.disable()  # as while a manifest is read
+        start = time.process_time()
+        json.loads(content)
+        text = time.process_time() - start
+        gc.enable()
+        print(
+            f"a manifest of shards, {WORLD:,} ranks, {tensors} tensors, {len(content) / 1e6:.0f} MB: {seconds:.2f} s,"
+            f" of 6,000 tensors {seconds * 6000 / tensors:.0f} s; json.loads alone {text:.2f} s"
+        )
 
 
 if __name__ == "__main__":

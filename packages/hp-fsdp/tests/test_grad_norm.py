@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_fsdp import clip_grad_norm_, fully_shard, global_grad_norm
+from hp_fsdp.torch import port
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.framework("torch")
@@ -33,6 +35,16 @@ def test_each_gradient_is_scaled_in_its_own_dtype(dtype: torch.dtype, foreach: b
     assert norm.dtype == dtype
     torch.testing.assert_close(exact.grad, expected, rtol=1e-6, atol=0)
     assert small.grad.dtype == torch.bfloat16
+
+
+def test_gradients_on_the_host_and_on_a_device_have_one_norm():
+    """On tensors without memory, as there is one kind of device here; a norm that is mixed has none."""
+    with FakeTensorMode():
+        on_host, on_device = torch.empty(3), torch.empty(4, device="cuda")
+        for gradients in ([on_host, on_device], [on_device, on_host]):
+            norm = port.power_sum(gradients, 2.0, torch.float32, [(each, each) for each in gradients], None)
+            assert norm.device == gradients[0].device
+            port.scale(gradients, norm, 1.0, None)
 
 
 def test_orders_that_are_no_norm_are_refused():

@@ -58,7 +58,8 @@ def power_sum(
 ) -> torch.Tensor:
     parts = [part for gradient in gradients if (part := local_view(gradient)).numel()]
     if parts:
-        norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(parts, norm_type, dtype=dtype)])
+        norms = torch._foreach_norm(parts, norm_type, dtype=dtype)
+        norms = torch.stack([norm.to(parts[0].device, dtype) for norm in norms])  # some parameters may be on the host
         result = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
     else:
         result = torch.zeros((), dtype=dtype, device=_device(pairs))
@@ -95,13 +96,14 @@ def _device(pairs: Pairs) -> torch.device:
 
 def scale(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, foreach: bool | None) -> None:
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(local_view(gradient))
+        part = local_view(gradient)
+        alike.setdefault((part.device, part.dtype), []).append(part)
     with torch.no_grad():
-        for dtype, parts in by_dtype.items():
+        for (device, dtype), parts in alike.items():
             for together in [parts] if foreach is not False else [[part] for part in parts]:
-                torch._foreach_mul_(together, factor.to(dtype))
+                torch._foreach_mul_(together, factor.to(device, dtype))
 
 
 # ---- Note [Norms by blocks] ----

@@ -36,9 +36,10 @@ def training_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
 
 def host_bytes(plan: ParallelPlan, model: ModelOutline) -> int:
     """Estimate the bytes of the same that are on the host."""
+    own = _trained_bytes(plan, model) - _waiting(plan, model) * BYTES[plan.run.dtype]
     if plan.memory.homes:
-        return int(_trained_bytes(plan, model) * elements_at_home(plan, model) / max(1, model.elements))
-    return _trained_bytes(plan, model) if plan.fsdp.offload else 0
+        return int(own * elements_at_home(plan, model) / max(1, model.elements))
+    return own if plan.fsdp.offload else 0
 
 
 def _trained_bytes(plan: ParallelPlan, model: ModelOutline) -> int:

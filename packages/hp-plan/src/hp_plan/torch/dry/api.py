@@ -88,9 +88,10 @@ def dry_run(
 
     No device is used and no rank is started: each distinct rank is a process on this machine that runs the training
     step as a real rank does, on torch's meta device, where operators compute shapes alone. Bytes are those of tensors;
-    an allocator's rounding, and workspaces of kernels and of communication, come on top. So do the copies of shards
-    that `[fsdp] offload` makes on the device, of one group at a time; the host's memory is counted apart. Blocks that
-    torch compiles are played uncompiled, which may hold more.
+    an allocator's rounding, and workspaces of kernels and of communication, come on top. So do the copies
+    that `[fsdp] offload` and `[memory] homes` make on an accelerator: of one group's shard at a time, and where no axis
+    shards of two groups. The host's memory is counted apart. Blocks that torch compiles are played uncompiled, which
+    may hold more.
 
     Example:
         >>> print(dry_run(ParallelPlan.from_toml("plan.toml"), ranks=1024))
