@@ -29,7 +29,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -39,6 +39,7 @@ from hp_dtensor.layout.spec import TensorSpec, backward_scale, grad_spec
 from hp_dtensor.mesh.device_mesh import DeviceMesh
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.views.kept import drop, recall, remember
+from hp_platform.extend import when_groups_end
 from hp_platform.torch.heavy import exchanged
 
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -351,21 +352,44 @@ def reduce_partial_grads(
                 [(leaf, grad)] = entries
                 _add_grad(leaf, move(grad, grad_spec(leaf._spec, vary), grad_spec(leaf._spec)))
                 continue
-            flat = torch.cat([grad.reshape(-1) for _, grad in entries])
-            spec = _joint_spec(mesh, [grad_spec(leaf._spec) for leaf, _ in entries], flat.numel())
-            flat = move(flat.unsqueeze(0), grad_spec(spec, vary), spec).squeeze(0)
-            for (leaf, grad), summed in zip(entries, flat.split([grad.numel() for _, grad in entries]), strict=True):
-                _add_grad(leaf, summed.view_as(grad).clone())
+            specs = tuple(leaf._spec for leaf, _ in entries)
+            joint = _joints.get((vary, specs)) or _joints.setdefault((vary, specs), _Joint.of(mesh, vary, specs))
+            flat = torch.cat([grad.reshape(-1) for _, grad in entries]).view(1, joint.count)
+            flat = move(flat, joint.partial, joint.summed).view(joint.count)
+            for (leaf, grad), summed in zip(entries, flat.split_with_sizes(joint.sizes), strict=True):
+                _add_grad(leaf, summed.view(grad.shape).clone())
 
 
-def _joint_spec(mesh: DeviceMesh, specs: Sequence[TensorSpec], count: int) -> TensorSpec:
-    """Return the layout of gradients side by side: a row of ``count`` elements for each rank whose values differ.
+class _Joint(NamedTuple):
+    """Gradients side by side, to be summed at once: a row of all elements for each rank whose values differ.
 
     A plan cuts what ranks replicate, to sum a part on each of them; shards of one gradient differ, so they are rows.
+
+    Attributes:
+        partial: the layout of the row that each rank has.
+        summed: that of the sums.
+        sizes: elements of each gradient.
+        count: of all.
     """
-    alike = [all(spec.placements[axis].is_replicate() for spec in specs) for axis in range(mesh.ndim)]
-    rows = math.prod(size for size, same in zip(mesh.shape, alike, strict=True) if not same)
-    return TensorSpec.of(mesh, [Replicate() if same else Shard(0) for same in alike], (rows, count))
+
+    partial: TensorSpec
+    summed: TensorSpec
+    sizes: list[int]
+    count: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, vary: tuple[bool, ...], leaves: Sequence[TensorSpec]) -> _Joint:
+        specs = [grad_spec(spec) for spec in leaves]
+        alike = [all(spec.placements[axis].is_replicate() for spec in specs) for axis in range(mesh.ndim)]
+        rows = math.prod(size for size, same in zip(mesh.shape, alike, strict=True) if not same)
+        sizes = [math.prod(spec.local_shape) for spec in leaves]
+        placements = [Replicate() if same else Shard(0) for same in alike]
+        spec = TensorSpec.of(mesh, placements, (rows, sum(sizes)))
+        return cls(grad_spec(spec, vary), spec, sizes, sum(sizes))
+
+
+_joints: dict[Any, _Joint] = {}
+when_groups_end(_joints.clear)
 
 
 def _add_grad(leaf: Any, grad: torch.Tensor) -> None:
