@@ -32,7 +32,7 @@ from hp_testing.pools.target import AUDIT
 ROOT = Path(__file__).parents[3]
 MINUTES = {"device": 2, "audit": 12, "tests": 15, "fsdp": 6, "dtensor": 3, "grouped": 3, "homes": 3, "probe": 3}
 AUDITED = ("hp-fsdp", "hp-offload", "hp-optim", "hp-pipeline", "hp-moe", "hp-testing")
-# The audit's mode keeps Dynamo from tracing, what torch's own fully_shard does is not ours to name, and one test writes to
+# The audit keeps Dynamo from tracing, what torch's own fully_shard does is not ours to name, and one test writes to
 # what is being sent.
 UNAUDITED = "not compile and not graph and not torch and not explain and not while_it_is_sent"
 _SHOWN = 15
