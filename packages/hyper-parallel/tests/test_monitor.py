@@ -12,8 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from small_runs import run
+from small_runs import EXPERTS, losses, run
 
+from hp_dtensor.torch.extend import local_view
 from hp_plan import compare_readings, read_readings
 from hp_platform import get_platform
 from hp_testing import run_ranks
@@ -54,6 +55,14 @@ def test_readings_make_up_the_metrics(tmp_path, mesh):
         assert (step["lowest_loss"], step["highest_loss"]) == (min(own), max(own))
 
 
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+def test_reading_changes_nothing(tmp_path, mesh):
+    train(tmp_path / "read", mesh)
+    train(tmp_path / "off", mesh, monitor={})
+    assert losses(tmp_path / "read") == losses(tmp_path / "off")
+    assert not list((tmp_path / "off" / "run").glob("readings*"))
+
+
 def test_layouts_do_not_diverge(tmp_path):
     one = train(tmp_path / "one", {})
     for number, mesh in enumerate([*MESHES[1:], *MORE[:2]]):
@@ -83,27 +92,31 @@ class Plant:
 
 
 def spoil(tensor, value):
-    local = getattr(tensor, "_local_tensor", tensor)
-    flat = local.data.view(-1) if local.is_contiguous() else local.data.reshape(-1)
+    flat = local_view(tensor).view(-1)
     at = flat.abs().argmax() if value is None else len(flat) // 2
     flat[at] = torch.nextafter(flat[at], torch.tensor(math.inf, dtype=flat.dtype)) if value is None else value
 
 
-def spoiling(plant: Plant):
-    here = plant.rank == get_platform().groups.rank()  # the others have the same graph
+def spoiled(gradient, value):
+    gradient = gradient.clone(memory_format=torch.contiguous_format)
+    spoil(gradient, value)
+    return gradient
 
-    def run(module, inputs, output):
+
+def spoiling(plant: Plant, forward):
+    """A forward with a fault on a rank; the others have the same graph."""
+    here = plant.rank == get_platform().groups.rank()
+
+    def run(*args, **kwargs):
+        tensor = forward(*args, **kwargs)
         if not torch.is_grad_enabled():
-            return None
-        tensor = output[0] if isinstance(output, tuple) else output
-        changed = tensor.clone()
-        if not here:
-            pass
-        elif plant.phase == "forward":
+            return tensor
+        changed = tensor.clone(memory_format=torch.contiguous_format)
+        if plant.phase == "backward":
+            changed.register_hook(lambda gradient: spoiled(gradient, plant.value) if here else None)
+        elif here:
             spoil(changed, plant.value)
-        else:
-            changed.register_hook(lambda gradient: spoil(gradient, plant.value))
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+        return changed
 
     return run
 
@@ -118,12 +131,10 @@ def planted(plant: Plant | None) -> Iterator[None]:
         stages = getattr(self.model, "stages", {0: self.model}) if here else {}
         modules = {name: module for stage in stages.values() for name, module in stage.named_modules()}
         module = modules.get(plant.name) if plant is not None else None
-        handles = [] if module is None else [module.register_forward_hook(spoiling(plant), prepend=True)]
-        try:
+        if module is None:
             return gradients(self, rows, begins)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with mock.patch.object(module, "forward", spoiling(plant, module.forward)):
+            return gradients(self, rows, begins)
 
     with mock.patch.object(Trainer, "_backward", with_fault):
         yield
@@ -144,14 +155,20 @@ def run_planted(folder, mesh, plants, model, changed):
 LAYERS = [f"model.layers.{layer}." for layer in (0, 1)]
 LEAVES = ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.up_proj", "post_attention_layernorm"]
 
+SPARSE = {"forward": ["mlp.experts"], "backward": ["self_attn.o_proj", "mlp.experts", "input_layernorm"]}
 
-def plants(ranks, count, seed, value=None, stage=None):
+
+def plants(ranks, count, seed, value=None, *, stage=False, sparse=False):
     drawn, chosen = random.Random(seed), []
     for number in range(count):
         rank = drawn.randrange(ranks)
         layer = LAYERS[rank if stage else drawn.randrange(2)]
         phase = ("forward", "backward")[number % 2]
-        chosen.append(Plant(1 + number % 2, rank, layer + drawn.choice(LEAVES), phase, value))
+        if sparse and phase == "forward":  # no router after it, which refuses a NaN itself
+            layer = LAYERS[1]
+        chosen.append(
+            Plant(1 + number % 2, rank, layer + drawn.choice(SPARSE[phase] if sparse else LEAVES), phase, value)
+        )
     return chosen
 
 
@@ -174,6 +191,7 @@ def test_a_difference_of_one_unit_in_the_last_place_is_named(tmp_path, mesh, cou
 
 
 NANS = [({"dp_shard": 2}, 3, {}), ({"tp": 2}, 2, {}), ({"pp": 2}, 4, {})]
+NANS += [({"dp_shard": 2, "ep": 2}, 2, {})]
 NANS += [({"dp_shard": 2}, 2, {"memory": {"recompute": ["model.layers.*"]}})]
 MANY = [(mesh, 14, changed) for mesh, _, changed in NANS]
 
@@ -182,9 +200,10 @@ MANY = [(mesh, 14, changed) for mesh, _, changed in NANS]
     ("mesh", "count", "changed"), [*NANS, *(pytest.param(*each, marks=thorough) for each in MANY)], ids=str
 )
 def test_the_birth_of_a_nan_is_named(tmp_path, mesh, count, changed):
-    wrong = plants(2, count, count, math.nan if count % 2 else math.inf, stage="pp" in mesh)
+    sparse = "ep" in mesh
+    wrong = plants(2, count, count, math.nan if count % 2 else math.inf, stage="pp" in mesh, sparse=sparse)
     monitor = {"every": 1, "phases": ["gradient"]}
-    run_ranks(2, run_planted, tmp_path, mesh, wrong, None, {"monitor": monitor, **changed})
+    run_ranks(2, run_planted, tmp_path, mesh, wrong, EXPERTS if sparse else None, {"monitor": monitor, **changed})
     for number, plant in enumerate(wrong):
         texts = {path.read_text() for path in (tmp_path / str(number)).glob("error-*")}
         assert len(texts) == 1, (plant, texts)

@@ -359,10 +359,14 @@ class _Unwrap:
 
 
 def after_forward(module: Any, see: Callable[[Any], None]) -> list[RemovableHandle | _Unwrap]:
-    """Call `see` with what a module returns, outside of its graph where it is compiled."""
+    """Call `see` with what a module returns, outside of its graph where it is compiled.
+
+    It comes before other hooks, such as that of a parallel style, which adds the terms of ranks: the rank that has
+    another term is known here.
+    """
     inner = module._compiled_call_impl
     if inner is None:
-        return [module.register_forward_hook(lambda _, __, output: see(output))]
+        return [module.register_forward_hook(lambda _, __, output: see(output), prepend=True)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         output = inner(*args, **kwargs)
