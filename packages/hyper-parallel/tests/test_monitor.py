@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +14,14 @@ from unittest import mock
 
 import pytest
 import torch
-from small_runs import EXPERTS, losses, run
+from small_runs import EXPERTS, TABLES, losses, run
+from typer.testing import CliRunner
 
 from hp_dtensor.torch.extend import local_view
-from hp_plan import compare_readings, read_readings
+from hp_plan import compare_readings, lint, read_readings
 from hp_platform import get_platform
-from hp_testing import run_ranks
+from hp_testing import RankError, run_ranks
+from hyper_parallel.commands.cli import app
 from hyper_parallel.supervision.run_end import DivergedError
 from hyper_parallel.torch.trainer import Trainer
 
@@ -212,3 +216,133 @@ def test_the_birth_of_a_nan_is_named(tmp_path, mesh, count, changed):
             plant,
             text,
         )
+
+
+def hooks(folder, mesh, monitor):
+    """Count the hooks that a step has, on modules and on what they return."""
+    counted = []
+
+    def count(self, rows, begins):
+        modules = list(self.model.modules())
+        counted.append(sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in modules))
+        return original(self, rows, begins)
+
+    original = Trainer._backward
+    with mock.patch.object(Trainer, "_backward", count):
+        run(folder, mesh, 3, changed={"monitor": monitor})
+    (folder / "hooks").write_text(json.dumps(counted))
+
+
+def test_steps_that_are_not_read_have_no_hooks(tmp_path):
+    found = {}
+    for name, monitor in {"off": {}, "second": {"every": 2, "phases": ["forward"]}, "gradients": {"every": 1}}.items():
+        (tmp_path / name).mkdir()
+        run_ranks(1, hooks, tmp_path / name, {}, monitor)
+        found[name] = json.loads((tmp_path / name / "hooks").read_text())
+    assert found["gradients"] == found["off"]
+    assert found["second"][1] == found["off"][1]
+    assert found["second"][0] == found["second"][2] > found["off"][0]
+    steps = read_readings(tmp_path / "second" / "run")[0].records["step"]
+    assert set(steps.tolist()) == {1, 3}
+
+
+def end_by_kill(folder):
+    def kill(self):
+        if len(done) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done.append(1)
+        update(self)
+
+    update, done = Trainer.update, []
+    with mock.patch.object(Trainer, "update", kill):
+        run(folder, {}, 9, changed={"monitor": FULL})
+
+
+def test_readings_are_whole_after_a_kill(tmp_path):
+    whole, killed = train(tmp_path / "whole", {}, steps=9), tmp_path / "killed"
+    killed.mkdir()
+    with pytest.raises(RankError, match="SIGKILL|killed|-9"):
+        run_ranks(1, end_by_kill, killed)
+    own = read_readings(killed / "run")[0]
+    steps = own.records["step"].tolist()
+    assert sorted(set(steps)) == [1, 2, 3, 4]  # the fifth's were on their way, one step late
+    expected = [reading for reading in read_readings(whole)[0] if reading.step <= 4]
+    assert list(own) == expected
+    path = killed / "run" / "readings-0.bin"
+    path.write_bytes(path.read_bytes()[:-100])  # as if the last write had been cut off
+    assert set(read_readings(killed / "run")[0].records["step"].tolist()) == {1, 2, 3}
+
+
+def resumed(folder, mesh):
+    changed = {"monitor": FULL}
+    run(folder, mesh, 4, changed=changed, until=3)
+    run(folder, mesh, 4, changed=changed, resume="auto")
+
+
+def test_a_run_that_goes_on_goes_on_reading(tmp_path):
+    whole = train(tmp_path / "whole", {"dp_shard": 2}, steps=4)
+    (tmp_path / "two").mkdir()
+    run_ranks(2, resumed, tmp_path / "two", {"dp_shard": 2})
+    assert list(read_readings(tmp_path / "two" / "run")[1]) == list(read_readings(whole)[1])
+
+
+COMPILED = {"compile": {"blocks": ["model.layers.*"], "backend": "eager"}}
+UNITED = [COMPILED, {"memory": {"recompute": ["model.layers.*"]}}]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+@pytest.mark.parametrize("changed", UNITED, ids=str)
+def test_what_changes_how_blocks_run_changes_no_reading(tmp_path, changed):
+    changed = {"dtype": "float32", **changed}
+    plain = train(tmp_path / "plain", {"dp_shard": 2}, dtype="float32")
+    other = train(tmp_path / "other", {"dp_shard": 2}, **changed)
+    comparison = compare_readings(plain, other)
+    names = {each.name for each in read_readings(other)[0]}
+    if "compile" in changed:
+        assert "model.layers.0" in names and "model.layers.0.mlp.up_proj" not in names
+        assert all(each.kind == "missing" for each in comparison.largest)
+        named = {"every": 1, "phases": PHASES, "names": ["model.layers.*"], "bits": True}
+        (tmp_path / "named").mkdir()
+        plain = train(tmp_path / "named" / "plain", {"dp_shard": 2}, monitor=named, dtype="float32")
+        comparison = compare_readings(plain, train(tmp_path / "named" / "x", {"dp_shard": 2}, monitor=named, **changed))
+    assert comparison.first is None, str(comparison.first)
+
+
+def test_commands_show_and_compare_runs(tmp_path):
+    runs = [str(train(tmp_path / name, {}, seed=seed)) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    picture = tmp_path / "norms.png"
+    command = CliRunner().invoke(
+        app, ["monitor", "show", runs[0], "--name", "*.down_proj.weight", "--png", str(picture)]
+    )
+    assert command.exit_code == 0 and "layers.1.mlp.down_proj.weight" in command.output, command.output
+    assert "up_proj" not in command.output and picture.read_bytes().startswith(b"\x89PNG")
+    command = CliRunner().invoke(app, ["monitor", "show", runs[0], "--phase", "loss", "--json"])
+    assert json.loads(command.output)["steps"] == [1, 2, 3]
+    command = CliRunner().invoke(app, ["monitor", "compare", *runs[:2]])
+    assert command.exit_code == 0 and "by bits\nequal" in command.output, command.output
+    command = CliRunner().invoke(app, ["monitor", "compare", runs[0], runs[2], "--tolerance", "1e-9", "--json"])
+    result = json.loads(command.output)
+    assert command.exit_code == 1 and result["first"]["name"] == "model.embed_tokens" and len(result["largest"]) == 5
+    command = CliRunner().invoke(app, ["monitor", "show", runs[0], "--name", "*.none"])
+    assert command.exit_code == 1 and "no name of phase 'gradient' matches '*.none'" in command.output
+
+
+@pytest.mark.parametrize(
+    ("tables", "text"),
+    [
+        ({"monitor": {"every": 1, "names": ["model.layer.*"]}}, "'model.layer.*' matches no module"),
+        ({"monitor": {"every": 1, "phases": []}}, "got no phase"),
+        ({"monitor": {"bits": True}}, "which nothing uses without monitor.every"),
+        ({"monitor": {"every": 1, "phases": ["moment"]}, "optimizer": {"name": "adamw8bit"}}, "eight bits"),
+        ({"monitor": {"every": 1, "phases": ["forward"]}, "memory": {"budget": "1GiB"}}, "more than once to plan"),
+        (
+            {
+                "monitor": {"every": 1, "phases": ["forward"], "names": ["model.layers.*.mlp"]},
+                "compile": {"blocks": ["model.layers.*"]},
+            },
+            "inside of model.layers.0, which [compile] makes one graph",
+        ),
+    ],
+)
+def test_lint_names_what_cannot_be_read(tables, text):
+    assert any(text in str(each) for each in lint({**TABLES, "fsdp": {}, **tables}))

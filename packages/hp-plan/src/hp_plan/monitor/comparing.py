@@ -88,7 +88,8 @@ class _Value:
     bits: int
     squares: float
     order: int
-    finite: bool = True
+    finite: bool
+    whole: bool  # or a term of a sum over ranks, of which nothing is known together
 
     @property
     def norm(self) -> float:
@@ -127,6 +128,8 @@ def compare_readings(
     by_bits = by_bits and layouts[0]["dtypes"] == layouts[1]["dtypes"]
     limit = max(TOLERANCES[dtype] for each in layouts for dtype in each["dtypes"]) if tolerance is None else tolerance
     left, right = (_values(run, steps, together=not alike) for run in runs)
+    apart = {key for values in (left, right) for key, value in values.items() if not value.whole}
+    left, right = ({key: value for key, value in values.items() if key not in apart} for values in (left, right))
     largest = _largest(left) if not by_bits else {}
     found = []
     stages = {rank: own.layout["stage"] for rank, own in runs[0].items()}
@@ -165,7 +168,7 @@ def _values(run: Mapping[int, RankReadings], steps: set[int], *, together: bool)
         scales = {PHASES.index("backward"): 1.0 / averaged**2} if together else {}
         for order, record in enumerate(own.records.tolist()):
             step, name, _, micro, phase, flags, bits, norm, low, high = record
-            if step not in steps or (together and (flags & ALONE or not flags & COUNTED)):
+            if step not in steps or (together and not flags & (COUNTED | ALONE)):
                 continue
             key = (step, phase, own.names[int(name)], -1 if together else micro, -1 if together else rank)
             square, finite = norm * norm * scales.get(phase, 1.0), math.isfinite(low) and math.isfinite(high)
@@ -174,7 +177,7 @@ def _values(run: Mapping[int, RankReadings], steps: set[int], *, together: bool)
                 before = 0.0 if value is None else value.norm
                 square, bits, value = (before + low / own.layout["losses"]) ** 2, 0, None
             if value is None:
-                values[key] = _Value(bits, square, order, finite)
+                values[key] = _Value(bits, square, order, finite, not (together and flags & ALONE))
             else:
                 value.bits = (value.bits + bits) % 2**64
                 value.squares += square
