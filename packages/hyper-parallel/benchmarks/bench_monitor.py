@@ -26,9 +26,10 @@ from hyper_parallel.torch.trainer import Trainer
 
 KINDS = {
     "off": {},
-    "gradients: norm, low, high, zeros": {"every": 1, "phases": ["loss", "gradient"]},
-    "weights: the same and bits": {"every": 1, "phases": ["weight"], "bits": True},
-    "modules: forward and backward, bits": {"every": 1, "phases": ["forward", "backward"], "bits": True},
+    "gradients: norm, low, high": {"every": 1, "phases": ["loss", "gradient"]},
+    "weights: bits": {"every": 1, "phases": ["weight"], "numbers": ["bits"]},
+    "modules: bits": {"every": 1, "phases": ["forward", "backward"], "numbers": ["bits"]},
+    "modules: bits and norm": {"every": 1, "phases": ["forward", "backward"], "numbers": ["norm", "bits"]},
     "off again": {},
 }
 
@@ -58,7 +59,7 @@ def main(rounds: int) -> None:
             files[kind] = ReadingsFile(folder / kind, rank, trainer.capture.layout(), step=0)
     own = data_parallel_rows(plans["off"])
     tokens = np.random.default_rng(0).integers(0, 256, (plans["off"].data.batch_size, 128))[own]
-    rows = Rows(tokens, np.broadcast_to(np.arange(128), tokens.shape).copy(), tokens)
+    rows = Rows(tokens, tokens, np.tile(np.arange(128), (len(tokens), 1)), np.full(len(tokens), 128))
     waiting: dict = {}
 
     def step(kind: str, number: int) -> float:

@@ -20,6 +20,8 @@ def check_monitor(plan: ParallelPlan) -> list[Diagnostic]:
         ]
     if not section.phases:
         return [Diagnostic("monitor.phases", "got no phase, so nothing would be read", 'write ["loss", "gradient"]')]
+    if not section.numbers:
+        return [Diagnostic("monitor.numbers", "got none, so nothing would be read", 'write ["norm", "range"]')]
     if plan.memory.budget is not None and {"forward", "backward"} & set(section.phases):
         message = "got forward or backward with memory.budget, whose first step runs modules more than once to plan"
         return [
