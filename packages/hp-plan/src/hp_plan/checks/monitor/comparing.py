@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hp_plan.monitor.readings import ALONE, COUNTED, PHASES, RankReadings, read_readings
+from hp_plan.checks.monitor.readings import ALONE, COUNTED, PHASES, RankReadings, read_readings
 
 TOLERANCES = {"float64": 1e-7, "float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-2}
 """By how much norms may differ, in relation to the larger one, where bits are not compared."""

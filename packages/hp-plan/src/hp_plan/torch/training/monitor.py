@@ -19,7 +19,7 @@ from hp_fsdp import hsdp_sync_stream
 from hp_fsdp.extend import counts_here
 from hp_pipeline import PipelinedModel
 from hp_pipeline.torch.extend import is_stand_in
-from hp_plan.monitor.readings import ALONE, COUNTED, PHASES, RECORD
+from hp_plan.checks.monitor.readings import ALONE, COUNTED, PHASES, RECORD
 from hp_plan.plan import ParallelPlan
 from hp_plan.structure.outline import matches
 from hp_plan.torch.models import base
