@@ -43,7 +43,7 @@ DROPOUT = {
     "overrides": {"vocab_size": 256, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "resid_pdrop": 0.5},
 }
 # Keys of `[run]` that tests change.
-OF_RUN = ("seed", "deterministic", "accumulate", "checkpoint_layout", "keep", "keep_best")
+OF_RUN = ("seed", "dtype", "deterministic", "accumulate", "checkpoint_layout", "keep", "keep_best")
 
 
 def run(folder, mesh, steps=3, model=None, *, changed=None, optimizer="adamw", **options):

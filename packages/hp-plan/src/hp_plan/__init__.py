@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hp_plan.application import apply
+from hp_plan.checks.monitor.comparing import Comparison, Divergence, compare_readings
+from hp_plan.checks.monitor.origin import Origin
+from hp_plan.checks.monitor.readings import RankReadings, Reading, read_readings
 from hp_plan.checks.verification import ModuleDifference, VerifyResult
 from hp_plan.dry.report import DryReport
 from hp_plan.dry.simulated import Simulated
 from hp_plan.linting import lint, order_axes
-from hp_plan.monitor.comparing import Comparison, Divergence, compare_readings
-from hp_plan.monitor.origin import Origin
-from hp_plan.monitor.readings import RankReadings, Reading, read_readings
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.sections import (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from hp_plan.checks.alike import draws
+from hp_plan.checks.monitor.origin import decode, earliest, encode
+from hp_plan.checks.monitor.readings import ALONE, COUNTED, PHASES, ReadingsFile
 from hp_plan.checks.verification import TORCH_ONLY
 from hp_plan.dry.picture import draw_memory
 from hp_plan.features.adapters import saved_name
@@ -12,8 +14,6 @@ from hp_plan.features.loss import cut_rows, share_out
 from hp_plan.features.optimizers import multiple_of_first
 from hp_plan.features.pipelines import Choice, Outlook, outlook
 from hp_plan.linting import UNREAD, Report, examine, memory_shortage, refuse_by_itself
-from hp_plan.monitor.origin import decode, earliest, encode
-from hp_plan.monitor.readings import ALONE, COUNTED, PHASES, ReadingsFile
 from hp_plan.plan import data_parallel_place, data_parallel_rows, json_schema, read_plan, read_toml
 from hp_plan.port import build, verifier
 from hp_plan.reading.diagnostics import near_misses

@@ -56,7 +56,7 @@ class Pending(Protocol):
 
 
 class Capture(Protocol):
-    """What is read of a model in training; `hp_plan.<framework>.monitor`."""
+    """What is read of a model in training; `hp_plan.<framework>.training.monitor`."""
 
     def layout(self) -> dict[str, Any]:
         """Describe what decides which part of a tensor a rank has."""

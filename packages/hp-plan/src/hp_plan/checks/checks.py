@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hp_optim.extend import is_hidden_matrix
 from hp_plan.checks.alike import check_deterministic
+from hp_plan.checks.monitor.checks import check_monitor, check_monitored
 from hp_plan.checks.styles import check_styles
 from hp_plan.checks.unused_keys import check_best, check_profile, check_unused_keys, check_validation
 from hp_plan.features.adapters import check_adapter
@@ -33,7 +34,6 @@ from hp_plan.features.sequences import (
     check_scattered,
     check_sequence,
 )
-from hp_plan.monitor.checks import check_monitor, check_monitored
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
 from hp_plan.structure.memory import check_budget, check_memory, check_states

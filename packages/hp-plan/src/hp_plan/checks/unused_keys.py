@@ -119,7 +119,7 @@ def check_unused_keys(plan: ParallelPlan) -> list[Diagnostic]:
         paths = ("batches", "every")
     validation = _without(plan, "validation", "paths", paths, possible=plan.mesh.pp == 1)
     validation += _without(plan, "validation", "prompts", prompts, possible=no_text(plan) is None)
-    monitor = _without(plan, "monitor", "every", ("phases", "names", "bits"))
+    monitor = _without(plan, "monitor", "every", ("phases", "names", "numbers"))
     return [*diagnostics, *validation, *monitor, *_without(plan, "profile", "start", ("steps", "ranks"))]
 
 

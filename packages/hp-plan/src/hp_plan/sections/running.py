@@ -302,7 +302,7 @@ class ProfileSection:
 
 @dataclass(frozen=True)
 class MonitorSection:
-    """Numbers of tensors that a run writes as it trains: norm, smallest and largest element, the part that is zero.
+    """Numbers of tensors that a run writes as it trains.
 
     They are in the run's folder, in files of each rank; `hyper-parallel monitor show` and `monitor compare` read them.
     A monitored run looks at the gradients' norm before the optimizer's step. Where it isn't finite the step is run once
@@ -314,10 +314,12 @@ class MonitorSection:
             parameters; `"forward"` and `"backward"`, the output of modules and the gradient with respect to it.
         names: patterns of modules, such as `"model.layers.*"`: their outputs and all parameters inside. None reads all
             parameters, and the modules that have no others inside.
-        bits: read the sum of each tensor's bits as well, so that runs are compared to the last of them.
+        numbers: of each tensor: `"norm"`; `"range"`, its smallest and largest element; `"zeros"`, the part of them that
+            is zero; `"bits"`, the sum of the elements' bits, by which runs are compared to the last of them. Zeros cost
+            most, then the range.
     """
 
     every: int = at_least(0, 0)
     phases: tuple[Literal["loss", "forward", "backward", "gradient", "weight", "moment"], ...] = ("loss", "gradient")
     names: tuple[str, ...] = ()
-    bits: bool = False
+    numbers: tuple[Literal["norm", "range", "zeros", "bits"], ...] = ("norm", "range")

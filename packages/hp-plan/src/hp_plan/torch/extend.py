@@ -5,10 +5,10 @@ from __future__ import annotations
 from hp_plan.torch.build import begin, build_objective, finish
 from hp_plan.torch.library.adapters import adapter_texts
 from hp_plan.torch.library.folders import no_progress_bars
-from hp_plan.torch.monitor import Capture
-from hp_plan.torch.origin import Hunt
 from hp_plan.torch.training.loss import backward_loss
+from hp_plan.torch.training.monitor import Capture
 from hp_plan.torch.training.objectives import evaluate, evaluating
+from hp_plan.torch.training.origin import Hunt
 from hp_plan.torch.training.parts import clip_gradients
 
 __all__ = [

@@ -23,7 +23,7 @@ FULL: dict[str, Any] = {
     "every": 1,
     "phases": ["loss", "forward", "backward", "gradient", "moment", "weight"],
     "names": [],
-    "bits": True,
+    "numbers": ["norm", "range", "zeros", "bits"],
 }
 """What `train --monitor full` reads."""
 

@@ -280,7 +280,9 @@ def readings_table(shown: Series) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(shown.phase, f"norm, steps {shown.steps[0]} to {shown.steps[-1]}", box=None)
+    table = Table(box=None)
+    table.add_column(shown.phase, overflow="fold")
+    table.add_column(f"norm, steps {shown.steps[0]} to {shown.steps[-1]}")
     for column in ("first", "last", "low", "high"):
         table.add_column(column, justify="right")
     for name, norms in shown.norms.items():

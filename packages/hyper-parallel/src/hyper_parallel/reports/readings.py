@@ -50,6 +50,8 @@ def series(run: Mapping[int, RankReadings], phase: str | None, pattern: str) -> 
     Raises:
         OutputError: the run has no such phase, or no such name in it.
     """
+    if phase != "loss" and any("norm" not in own.layout["numbers"] for own in run.values()):
+        raise OutputError("the run has no norms to show: numbers = ['norm', 'range'] in [monitor] reads them")
     numbers = {int(each) for own in run.values() for each in np.unique(own.records["phase"])}
     present = [each for number, each in enumerate(PHASES) if number in numbers]
     if phase is None:
@@ -77,7 +79,7 @@ def series(run: Mapping[int, RankReadings], phase: str | None, pattern: str) -> 
     if not squares:
         known = ", ".join(dict.fromkeys(names[:3]))
         raise OutputError(f"no name of phase {phase!r} matches {pattern!r}; the run has {known} and others")
-    missing = {name: np.isinf(low) & (low > 0) & np.isinf(highs[name]) for name, low in lows.items()}
+    missing = {name: np.isinf(low) & (low > 0) & np.isinf(highs[name]) for name, low in lows.items()}  # or empty
     norms = {name: np.where(missing[name], np.nan, np.sqrt(each)) for name, each in squares.items()}
     return Series(phase, steps, norms, lows, highs)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hp_plan.monitor.readings import ALONE, COUNTED, PHASES, RankReadings, read_readings
+from hp_plan.checks.monitor.readings import ALONE, COUNTED, PHASES, RankReadings, read_readings
 
 TOLERANCES = {"float64": 1e-7, "float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-2}
 """By how much norms may differ, in relation to the larger one, where bits are not compared."""
@@ -88,7 +88,8 @@ class _Value:
     bits: int
     squares: float
     order: int
-    finite: bool = True
+    finite: bool
+    whole: bool  # or a term of a sum over ranks, of which nothing is known together
 
     @property
     def norm(self) -> float:
@@ -123,10 +124,16 @@ def compare_readings(
         listed_steps = " and ".join(str(sorted(_steps(run))[:5]) for run in runs)
         raise ValueError(f"the runs have readings of no step in common: the first are {listed_steps}")
     alike = all(layouts[0][key] == layouts[1][key] for key in ("mesh", "micro_batches", "ranks", "batch_size"))
-    by_bits = tolerance is None and all(each["bits"] for each in layouts) and (alike or _same_bits(*layouts))
+    by_bits = (
+        tolerance is None and all("bits" in each["numbers"] for each in layouts) and (alike or _same_bits(*layouts))
+    )
     by_bits = by_bits and layouts[0]["dtypes"] == layouts[1]["dtypes"]
     limit = max(TOLERANCES[dtype] for each in layouts for dtype in each["dtypes"]) if tolerance is None else tolerance
+    if not by_bits and not all("norm" in each["numbers"] for each in layouts):
+        raise ValueError("the runs can't be compared by bits, and one of them has no norms: write numbers = ['norm']")
     left, right = (_values(run, steps, together=not alike) for run in runs)
+    apart = {key for values in (left, right) for key, value in values.items() if not value.whole}
+    left, right = ({key: value for key, value in values.items() if key not in apart} for values in (left, right))
     largest = _largest(left) if not by_bits else {}
     found = []
     stages = {rank: own.layout["stage"] for rank, own in runs[0].items()}
@@ -164,17 +171,19 @@ def _values(run: Mapping[int, RankReadings], steps: set[int], *, together: bool)
         # As a loss that is averaged over ranks is larger than its part in the mean, its gradients are.
         scales = {PHASES.index("backward"): 1.0 / averaged**2} if together else {}
         for order, record in enumerate(own.records.tolist()):
-            step, name, _, micro, phase, flags, bits, norm, low, high = record
-            if step not in steps or (together and (flags & ALONE or not flags & COUNTED)):
+            step, name, _, micro, phase, flags, bits, norm, low, _ = record
+            if step not in steps or (together and not flags & (COUNTED | ALONE)):
                 continue
             key = (step, phase, own.names[int(name)], -1 if together else micro, -1 if together else rank)
-            square, finite = norm * norm * scales.get(phase, 1.0), math.isfinite(low) and math.isfinite(high)
+            has = own.layout["numbers"] if PHASES[phase] != "loss" else ("norm",)
+            finite = "norm" not in has or math.isfinite(norm)
+            square = norm * norm * scales.get(phase, 1.0) if "norm" in has else 0.0
             value = values.get(key)
             if together and PHASES[phase] == "loss":  # their mean, and not the sum of squares
                 before = 0.0 if value is None else value.norm
                 square, bits, value = (before + low / own.layout["losses"]) ** 2, 0, None
             if value is None:
-                values[key] = _Value(bits, square, order, finite)
+                values[key] = _Value(bits, square, order, finite, not (together and flags & ALONE))
             else:
                 value.bits = (value.bits + bits) % 2**64
                 value.squares += square

@@ -13,11 +13,11 @@ from hp_dtensor.torch.extend import local_view
 from hp_fsdp import hsdp_sync_stream
 from hp_pipeline import PipelinedModel
 from hp_pipeline.torch.extend import is_stand_in
-from hp_plan.monitor.origin import PHASES, Origin
+from hp_plan.checks.monitor.origin import PHASES, Origin
 from hp_plan.plan import ParallelPlan
 from hp_plan.structure.outline import matches
 from hp_plan.torch.models import base
-from hp_plan.torch.monitor import after_forward, again, counting, stages_of
+from hp_plan.torch.training.monitor import after_forward, again, counting, stages_of
 from hp_plan.torch.training.parts import forwards
 from hp_platform import get_platform
 from hp_platform.extend import list_leaves, map_nested

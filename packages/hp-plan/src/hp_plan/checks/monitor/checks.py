@@ -20,6 +20,13 @@ def check_monitor(plan: ParallelPlan) -> list[Diagnostic]:
         ]
     if not section.phases:
         return [Diagnostic("monitor.phases", "got no phase, so nothing would be read", 'write ["loss", "gradient"]')]
+    if not section.numbers:
+        return [Diagnostic("monitor.numbers", "got none, so nothing would be read", 'write ["norm", "range"]')]
+    if plan.memory.budget is not None and {"forward", "backward"} & set(section.phases):
+        message = "got forward or backward with memory.budget, whose first step runs modules more than once to plan"
+        return [
+            Diagnostic("monitor.phases", message, "leave both out, or write memory.recompute in place of the budget")
+        ]
     if "moment" in section.phases and plan.optimizer.name == "adamw8bit":
         message = "got 'moment' with optimizer.name = 'adamw8bit', whose moments are numbers of eight bits with scales"
         return [Diagnostic("monitor.phases", message, "leave 'moment' out")]

@@ -58,7 +58,7 @@ class Reading:
         micro: the number of the micro-batch, of forward and backward; else 0.
         rank: that has the tensor.
         bits: sum of the elements' bits as integers, modulo 2**64, the same in any order; 0 where they were not read.
-        norm: the square root of the sum of squares.
+        norm: the square root of the sum of squares. It and those below are not a number where they were not read.
         low: the smallest element; not a number where one isn't.
         high: the largest.
         zeros: the part of the elements that is zero.
@@ -82,7 +82,7 @@ class RankReadings:
 
     Attributes:
         rank: which.
-        layout: of the run: its mesh, micro-batches, dtype, and whether bits were read.
+        layout: of the run: its mesh, micro-batches, dtypes, and which numbers were read.
         names: of modules and parameters.
         records: an array of `RECORD`, mapped into memory, in the order in which they were read.
     """

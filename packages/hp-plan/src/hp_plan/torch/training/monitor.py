@@ -19,7 +19,7 @@ from hp_fsdp import hsdp_sync_stream
 from hp_fsdp.extend import counts_here
 from hp_pipeline import PipelinedModel
 from hp_pipeline.torch.extend import is_stand_in
-from hp_plan.monitor.readings import ALONE, COUNTED, PHASES, RECORD
+from hp_plan.checks.monitor.readings import ALONE, COUNTED, PHASES, RECORD
 from hp_plan.plan import ParallelPlan
 from hp_plan.structure.outline import matches
 from hp_plan.torch.models import base
@@ -69,7 +69,8 @@ class Pending:
         """
         if self._done is not None:
             self._done.synchronize()
-        floats, integers = np.zeros((len(self._places), 3)), np.zeros((len(self._places), 2), np.int64)
+        floats, integers = np.full((len(self._places), 3), np.nan), np.zeros((len(self._places), 2), np.int64)
+        integers[:, 0] = -1
         for keys, values in self._values:
             rows, columns = np.array(keys).T
             if values.dtype is torch.int64:
@@ -84,7 +85,10 @@ class Pending:
         records["micro"] = [place[2] for place in self._places]
         records["flags"] = [place[3] for place in self._places]
         records["norm"], records["low"], records["high"] = floats.T
-        records["zeros"] = 1.0 - integers[:, 0] / np.maximum(sizes, 1)
+        records["zeros"] = np.where(integers[:, 0] < 0, np.nan, 1.0 - integers[:, 0] / np.maximum(sizes, 1))
+        empty = sizes == 0
+        for column, value in {"norm": 0.0, "low": np.inf, "high": -np.inf, "zeros": 0.0}.items():
+            records[column][empty] = value
         return records
 
 
@@ -101,6 +105,7 @@ class Capture:
         self._place = plan.mesh.coordinate(get_platform().groups.rank())
         self._reads = False
         self._micro: dict[int, int] = {}
+        self._chosen: dict[int, dict[str, tuple[nn.Module, bool]]] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -127,7 +132,7 @@ class Capture:
             "deterministic": plan.run.deterministic,
             "dtypes": sorted({plan.run.dtype, plan.fsdp.param_dtype or plan.run.dtype}),
             "stage": self._place.get("pp", 0),
-            "bits": self._section.bits,
+            "numbers": sorted(self._section.numbers),
             "framework": "torch",
         }
 
@@ -138,17 +143,21 @@ class Capture:
             yield None
             return
         stages = stages_of(self._model)
+        if not self._chosen:  # now hooks, compilers and adapters are in place
+            self._chosen = {index: self._modules(stage) for index, stage in stages.items()}
         with contextlib.ExitStack() as stack:
             for index, stage in stages.items():
                 order = forwards(self._model, index) if isinstance(self._model, PipelinedModel) else ()
                 stack.enter_context(counting(stage, order, self._micro, index))
-                for name, module in self._modules(stage).items():
-                    for handle in after_forward(module, self._hook(name, module, index)):
+                for name, (module, on_parts) in self._chosen[index].items():
+                    for handle in after_forward(module, self._hook(name, on_parts, index)):
                         stack.callback(handle.remove)
             yield lambda micro: self._micro.update(dict.fromkeys(stages, micro))
 
-    def _modules(self, stage: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules of a stage that are read: those named, else all without others inside.
+    def _modules(self, stage: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
+        """Return the modules of a stage that are read, and whether each computes on local parts without a layout.
+
+        They are those named, else all without others inside.
 
         Of what is compiled the outermost module is read, and nothing of what stands for other stages.
         """
@@ -161,15 +170,11 @@ class Capture:
             leaf = next(module.children(), None) is None or name in compiled
             if (named if self._section.names else leaf) and name and not name.startswith(inside):
                 chosen[name] = module
-        return {name: module for name, module in chosen.items() if not is_stand_in(module)}
+        parts = [name for name, module in modules.items() if runs_on_parts(module)]
+        own = {name: any(name == each or name.startswith(f"{each}.") for each in parts) for name in chosen}
+        return {name: (module, own[name]) for name, module in chosen.items() if not is_stand_in(module)}
 
-    def _hook(self, name: str, module: nn.Module, index: int) -> Callable[[Any], None]:
-        on_parts = any(
-            runs_on_parts(each)
-            for outer, each in base(stages_of(self._model)[index]).named_modules()
-            if name == outer or name.startswith(f"{outer}.")
-        )
-
+    def _hook(self, name: str, on_parts: bool, index: int) -> Callable[[Any], None]:
         def see(output: Any) -> None:
             tensor = first_tensor(output)
             if tensor is None or not tensor.is_floating_point() or tensor.is_meta or not torch.is_grad_enabled():
@@ -264,26 +269,33 @@ class Capture:
             self._counted = dict(zip(map(id, every), counts_here(every), strict=True))
             self._counted |= dict.fromkeys(map(id, copies), False)  # tied weights, which another stage counts
             self._by_name = {name: self._counted[id(each)] for name, each in self._parameters().items()}
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                counted = self._counted[id(like)] if like is not None else self._by_name[name]
-                self._read(phase, name, 0, tensor, COUNTED if counted else 0)
+        own = {name: local_view(tensor) for name, tensor in tensors.items() if tensor is not None}
+        norms = dict[str, torch.Tensor]()
+        if "norm" in self._section.numbers and (filled := {name: each for name, each in own.items() if each.numel()}):
+            dtype = torch.float32 if any(each.element_size() < 4 for each in filled.values()) else None
+            norms = dict(zip(filled, torch._foreach_norm(list(filled.values()), dtype=dtype), strict=True))
+        for name, tensor in own.items():
+            counted = self._counted[id(like)] if like is not None else self._by_name[name]
+            self._read(phase, name, 0, tensor, COUNTED if counted else 0, norm=norms.get(name))
 
-    def _read(self, phase: str, name: str, micro: int, tensor: torch.Tensor, flags: int) -> None:
+    def _read(self, phase: str, name: str, micro: int, tensor: torch.Tensor, flags: int, *, norm: Any = None) -> None:
+        wanted = self._section.numbers if phase != "loss" else ("norm", "range", "zeros")
         with torch.no_grad():
             own = local_view(tensor)
             size, row = own.numel(), len(self._places)
             self._places.append((phase, name, micro, flags, size))
             if not size:
                 return
-            own = own.contiguous()
-            dtype = torch.float32 if own.element_size() < 4 else None
-            low, high = torch.aminmax(own)
-            numbers = {_NORM: torch.linalg.vector_norm(own, dtype=dtype), _LOW: low, _HIGH: high}
-            numbers[_FILLED] = torch.count_nonzero(own)
-            if self._section.bits:
-                numbers[_BITS] = sum_of_bits(own)
-            self._numbers.update({(row, column): number for column, number in numbers.items()})
+            numbers = self._numbers
+            if "norm" in wanted:
+                dtype = torch.float32 if own.element_size() < 4 else None
+                numbers[row, _NORM] = torch.linalg.vector_norm(own, dtype=dtype) if norm is None else norm
+            if "range" in wanted:
+                numbers[row, _LOW], numbers[row, _HIGH] = torch.aminmax(own)
+            if "zeros" in wanted:
+                numbers[row, _FILLED] = torch.count_nonzero(own)
+            if "bits" in wanted:
+                numbers[row, _BITS] = sum_of_bits(own.contiguous())
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -359,10 +371,14 @@ class _Unwrap:
 
 
 def after_forward(module: Any, see: Callable[[Any], None]) -> list[RemovableHandle | _Unwrap]:
-    """Call `see` with what a module returns, outside of its graph where it is compiled."""
+    """Call `see` with what a module returns, outside of its graph where it is compiled.
+
+    It comes before other hooks, such as that of a parallel style, which adds the terms of ranks: the rank that has
+    another term is known here.
+    """
     inner = module._compiled_call_impl
     if inner is None:
-        return [module.register_forward_hook(lambda _, __, output: see(output))]
+        return [module.register_forward_hook(lambda _, __, output: see(output), prepend=True)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         output = inner(*args, **kwargs)
