@@ -66,7 +66,7 @@ def agree(
     everyone = share(result)
     texts = {rank: each[1:].decode() for rank, each in enumerate(everyone) if each[:1] == b"-"}
     if not texts:
-        results = {each: each[1:] for each in everyone}  # one object for all ranks that say the same: it may be long
+        results = {each: each[1:] for each in set(everyone)}  # one for all ranks that say the same: it may be long
         return [results[each] for each in everyone]
     raised = failed(texts, error)
     try:
