@@ -35,7 +35,7 @@ from hp_dtensor.redistribution.planner import plan
 from hp_fsdp import fully_shard
 from hp_moe import ExpertParallel, GroupedExperts
 from hp_pipeline import PipelineStage, Schedule1F1B, lower
-from hp_pipeline.messages.channels import Message
+from hp_pipeline.messages.channels import Channel, Message
 from hp_pipeline.port import port
 from hp_pipeline.running.runner import Runner, Settings
 from hp_platform import get_platform
@@ -161,7 +161,7 @@ def pipelined(clock: Clock, ranks: int) -> None:
         runner = schedule._runner = Runner(
             schedule.stages, schedule.pipeline, schedule.rank, schedule.group, schedule.peers, order, {}
         )
-        runner.ranks.share = stages_alike  # type: ignore[method-assign]
+        runner.ranks.share = stages_alike
         runner.settings = Settings(True, schedule.overlap_p2p, schedule.patience, None, None, schedule.fingerprint)
         runner._bind()
         built.append((schedule, runner))
@@ -170,6 +170,7 @@ def pipelined(clock: Clock, ranks: int) -> None:
     schedule, runner = built[-1]
     schedule._kinds = [nn.Linear]
     for (_, _, ahead), channel in runner.channels.items():
+        assert isinstance(channel, Channel)
         channel.signature = Message.of(torch.zeros(1, HIDDEN, requires_grad=ahead)).signature()
     x = torch.randn(MICRO, HIDDEN)
     runner.ranks._inputs = [port().describe(x[:1])]
