@@ -386,7 +386,7 @@ def holding_of(name: str, value: Any, rank: int, world_size: int) -> Holding:
             f"checkpoint: {name!r} is placed {spec.placements}, and no rank has elements of a Partial's value."
             " Reduce it first: tensor.reduce_partial()"
         )
-    ranks = tuple(int(each) for each in spec.mesh.ranks.reshape(-1))
+    ranks = tuple(spec.mesh.ranks.reshape(-1).tolist())
     if max(ranks) >= world_size:
         raise ValueError(
             f"checkpoint: {name!r} is on the ranks {ranks}, and {world_size} take part; call without no_dist, on all"

@@ -252,9 +252,9 @@ class DeviceMesh:
         axis = self.axis(mesh_dim)
         if self.get_coordinate() is None or self.shape[axis] == 1:
             return None
-        line = self._line(axis)
-        order = tuple(line.index(rank) for rank in get_platform().groups.ranks(self.get_group(axis)))
-        return None if order == tuple(range(len(line))) else order
+        places = {rank: place for place, rank in enumerate(self._line(axis))}
+        order = tuple(places[rank] for rank in get_platform().groups.ranks(self.get_group(axis)))
+        return None if order == tuple(range(len(order))) else order
 
     def level(self, mesh_dim: int | str) -> Level:
         """Tell where the ranks along an axis are: what is sent along it stays on a host, or goes between hosts.

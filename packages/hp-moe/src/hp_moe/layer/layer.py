@@ -104,7 +104,8 @@ class ExpertLayer:
         self.widths = [len(local) for local in placement.local]
         self.computed = list(itertools.chain.from_iterable(placement.local))
         self.loans = Loans.of(placement, self.rank)
-        self.slots = tuple(self.computed.index(expert) for expert in range(self.own.experts))
+        first = {expert: place for place, expert in reversed([*enumerate(self.computed)])}
+        self.slots = tuple(first[expert] for expert in range(self.own.experts))
 
     def check(self, placement: ExpertPlacement) -> None:
         """Refuse a placement that does not fit.

@@ -9,6 +9,7 @@ Note [How replicas balance]
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,7 +65,8 @@ class ExpertPlacement:
 
     def cut(self) -> Placement:
         """Return the layout of experts' parameters on the axis: each rank has the rows of its own, ascending."""
-        sizes = tuple(map(self.home.count, range(self.ranks)))
+        at_home = Counter(self.home)
+        sizes = tuple(at_home[rank] for rank in range(self.ranks))
         if list(self.home) != sorted(self.home):
             return RaggedShard((0,), sizes, owners=self.home)
         return Shard(0) if len(set(sizes)) == 1 else RaggedShard((0,), sizes)

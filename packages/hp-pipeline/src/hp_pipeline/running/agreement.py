@@ -93,7 +93,8 @@ class Agreement:
         self.group, self.rank, self.ranks, self.name = group, groups.rank(group), groups.size(group), groups.rank()
         everyone = groups.ranks(peers)
         self._peers, self._everyone = peers, everyone
-        self._places = [everyone.index(rank) for rank in groups.ranks(group)]
+        places = {rank: place for place, rank in enumerate(everyone)}
+        self._places = [places[rank] for rank in groups.ranks(group)]
         self._inputs: list[Any] | None = []
         self._begun: list[Any] = []
 

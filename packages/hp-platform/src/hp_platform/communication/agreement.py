@@ -66,7 +66,8 @@ def agree(
     everyone = share(result)
     texts = {rank: each[1:].decode() for rank, each in enumerate(everyone) if each[:1] == b"-"}
     if not texts:
-        return [each[1:] for each in everyone]
+        results = {each: each[1:] for each in set(everyone)}  # one for all ranks that say the same: it may be long
+        return [results[each] for each in everyone]
     raised = failed(texts, error)
     try:
         if raised is error:
@@ -97,13 +98,16 @@ def share_bytes(payload: bytes, group: Group | None) -> list[bytes]:
     digest = hashlib.blake2b(payload, digest_size=_DIGEST).digest()
     own = digest + len(payload).to_bytes(8, "little") + payload[:_SHORT].ljust(_SHORT, b"\0")
     records = gather_bytes(own, group)
-    known, different = {own: payload}, dict.fromkeys(records)
-    for record in different if len(different) > 1 else ():
+    known = {own: payload}
+    sources: dict[bytes, int] = {}  # the first rank of each
+    for rank, record in enumerate(records):
+        sources.setdefault(record, rank)
+    for record, source in sources.items() if len(sources) > 1 else ():
         length, short = int.from_bytes(record[_DIGEST:-_SHORT], "little"), record[-_SHORT:]
         if length <= _SHORT:
             known[record] = short[:length]
         else:
-            known[record] = _broadcast(payload if record == own else bytes(length), records.index(record), group)
+            known[record] = _broadcast(payload if record == own else bytes(length), source, group)
     return [known[record] for record in records]
 
 
