@@ -18,7 +18,7 @@ import functools
 import importlib
 import itertools
 import os
-import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -199,12 +199,12 @@ def _handle(stream: Any) -> int:
 
 def _where() -> tuple[str, ...]:
     found: list[str] = []
-    frame: Any = sys._getframe(1)
-    while frame is not None and len(found) < _SHOWN:
+    for frame, line in traceback.walk_stack(None):
         file = frame.f_code.co_filename
         if "hp_" in file and "hp_testing" not in file or os.sep + "tests" + os.sep in file:
-            found.append(f"{os.path.basename(file)}:{frame.f_lineno}")
-        frame = frame.f_back
+            found.append(f"{os.path.basename(file)}:{line}")
+            if len(found) == _SHOWN:
+                break
     return tuple(found)
 
 
