@@ -1,6 +1,7 @@
 # /// program
 # ranks = 2
 # tolerance = 1e-6  # the model's norms and loss compute in float32
+# constant = false  # three models, one after the other
 # ///
 """Two monitored runs of a plan and one with another seed, compared reading by reading."""
 
@@ -31,14 +32,18 @@ def plan(seed: int) -> ParallelPlan:
     )
 
 
-init_process_group()
-for name, seed in {"first": 0, "again": 0, "other": 1}.items():
+def train(name: str, seed: int) -> None:
     Path("runs", name).mkdir(parents=True, exist_ok=True)
     with Run(plan(seed), Path("runs", name)) as run:
         for step in run.steps():
             report_step(step.loss)
     if name == "first":
         report_weights(run.trainer.model)
+
+
+init_process_group()
+for name, seed in {"first": 0, "again": 0, "other": 1}.items():
+    train(name, seed)
 
 equal, other = compare_readings("runs/first", "runs/again"), compare_readings("runs/first", "runs/other")
 assert equal.first is None and equal.by == "bits", equal.first

@@ -196,7 +196,11 @@ REFUSED = {
     "size": ({"homes": HOMES, "cache": "1 gig"}, {}, "got '1 gig', expected a number and a unit"),
     "alone": ({"cache": "1GiB"}, {}, "which nothing uses without homes"),
     "budget": ({"homes": HOMES, "budget": "1KiB"}, {}, "got 1KiB, and weights, gradients and optimizer states take"),
-    "cache of ranks": ({"homes": HOMES, "cache": "1GiB"}, {"mesh": {"tp": 2}}, "got homes with a cache, which one"),
+    "cache of ranks": (
+        {"homes": HOMES, "cache": "1GiB"},
+        {"mesh": {"tp": 2}},
+        "got homes with a cache, which is for one rank",
+    ),
     "offload": ({"homes": HOMES}, {"fsdp": {"offload": True}}, "got homes with fsdp.offload"),
     "states": ({"homes": HOMES}, {"optimizer": {"swap_slices": 4}}, "got homes with swap_slices"),
     "compile": ({"homes": HOMES}, {"compile": {"blocks": ["model.layers.*"]}}, "got homes with blocks to compile"),
@@ -213,7 +217,7 @@ def test_who_shares_a_parameter_is_at_home_too() -> None:
     assert lint(llama(**tied, memory=both)) == () == lint(llama(memory=embed, mesh={"tp": 2}))
     for memory in (embed, both):
         (found,) = lint(llama(**tied, memory=memory, mesh={"tp": 2}))
-        assert found.key.startswith("memory.homes.") and "tie_word_embeddings = false" in found.fix
+        assert found.key.startswith('memory.homes."') and "tie_word_embeddings = false" in found.fix
     assert lint(llama(**tied, memory=both, mesh={"pp": 2})) == ()
 
 

@@ -48,7 +48,7 @@ def check_home_values(plan: ParallelPlan) -> list[Diagnostic]:
             if home == "neighbour":
                 message = f"got {home!r}, whose memory is as full as this rank's: each takes what it gives"
                 fix = "write 'host', or make mesh.dp_shard larger, which spreads parameters over ranks"
-            diagnostics.append(Diagnostic(f"memory.homes.{pattern}", message, fix))
+            diagnostics.append(Diagnostic(f'memory.homes."{pattern}"', message, fix))
     reasons = [
         (plan.fsdp.offload, "fsdp.offload, which moves them, too", "fsdp.offload"),
         (plan.optimizer.swap_slices, "swap_slices, for states on the device", "optimizer.swap_slices"),
@@ -61,7 +61,11 @@ def check_home_values(plan: ParallelPlan) -> list[Diagnostic]:
         ]
     else:
         reasons += [
-            (memory.cache is not None, "a cache, which one rank has; on several a group comes ahead", "memory.cache"),
+            (
+                memory.cache is not None,
+                "a cache, which is for one rank: groups are copied ahead",
+                "memory.cache",
+            ),
             (plan.mesh.ep > 1 and not plan.mesh.shard_axes, "mesh.ep over ranks of mesh.tp alone", "mesh.ep"),
         ]
     for found, what, other in reasons:
@@ -75,7 +79,7 @@ def check_homes(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     diagnostics: dict[str, Diagnostic] = {}
     chosen: dict[str, str] = {}
     for pattern in plan.memory.homes:
-        key, matched = f"memory.homes.{pattern}", matching(pattern, model.names)
+        key, matched = f'memory.homes."{pattern}"', matching(pattern, model.names)
         if not matched:
             diagnostics[key] = matches_nothing(key, pattern, model.names)
         for name in matched:
@@ -105,7 +109,7 @@ def _check_tied(plan: ParallelPlan, model: ModelOutline, chosen: Mapping[str, st
         held = {home: name for name in names for home in chosen if name.startswith(f"{home}.")}
         outside = [name for name in names if not any(name.startswith(f"{home}.") for home in held)]
         if held and (outside or (in_groups(plan) and len(held) > 1)):
-            key, (name, other) = f"memory.homes.{chosen[next(iter(held))]}", [*held.values(), *outside][:2]
+            key, (name, other) = f'memory.homes."{chosen[next(iter(held))]}"', [*held.values(), *outside][:2]
             fix = "leave it out, or tie_word_embeddings = false" if in_groups(plan) else "give both a home"
             return {key: Diagnostic(key, f"{name} is {other} as well", fix)}
     return {}

@@ -305,8 +305,9 @@ class MonitorSection:
     """Numbers of tensors that a run writes as it trains.
 
     They are in the run's folder, in files of each rank; `hyper-parallel monitor show` and `monitor compare` read them.
-    A monitored run looks at the gradients' norm before the optimizer's step. Where it isn't finite the step is run once
-    more to find the module, rank and element where the first such number was born, and no weight has it.
+    A monitored run (`every` is not 0) looks at the gradients' norm before the optimizer's step. Where it isn't finite
+    the step is run once more to find the module, rank and element where the first such number was born, and no weight
+    has it.
 
     Attributes:
         every: read the first step and each so many after it; 0 reads nothing.

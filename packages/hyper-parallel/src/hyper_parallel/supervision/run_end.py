@@ -20,6 +20,7 @@ from typing import Any
 from hp_checkpoint.extend import steps_in
 from hp_offload.extend import BudgetError, parse_size, size
 from hp_plan import Diagnostic, Origin, ParallelPlan
+from hp_platform import get_platform
 from hp_platform.extend import Place, read_flight
 from hyper_parallel.launching.launch import EXPLAINED, Job
 from hyper_parallel.reports.output import CHECKPOINTS, WARNINGS, weights_option
@@ -118,7 +119,7 @@ def show_notes(job: Job, ranks: int) -> None:
     newest = max(steps_in(job.folder / CHECKPOINTS), default=0)
     if done > newest:
         what = f"the newest checkpoint is step {newest}" if newest else "there is no checkpoint"
-        why = "no rank was left that could: of ranks that wait in a collective only those of gloo hear of a lost one"
+        why = "no rank was left that could save it: one that waits in a collective hears of a lost rank on gloo alone"
         _write(f"step {done} was finished and not saved; {what}; {why}")
 
 
@@ -350,5 +351,8 @@ def check_finite(step: int, loss: float, norm: float, *, saved: str | None, orig
     fix = "start again with a smaller optimizer.lr, with run.grad_clip or with schedule.warmup_steps"
     if saved is not None:
         fix += f", from its weights by {weights_option(Path(saved))}"
-    born = "" if origin is None else f": {origin}"
-    raise DivergedError(f"{what}{born}, so the weights after it are worth nothing and are not saved; {kept}; {fix}")
+    if origin is not None:
+        raise DivergedError(f"{what}, so the step is not taken: {origin}; {kept}; {fix}")
+    if get_platform().name == "torch":
+        fix += "; with [monitor] every = 1 the error names the module that begins it"
+    raise DivergedError(f"{what}, so the weights after it are worth nothing and are not saved; {kept}; {fix}")

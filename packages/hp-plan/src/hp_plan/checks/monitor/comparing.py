@@ -102,7 +102,7 @@ def compare_readings(
     """Find where two monitored runs differ: the first step, phase, module and rank, and the five largest differences.
 
     Runs of the same layout are compared rank by rank, bits where both have them. Across layouts the whole tensors are
-    compared: Note [Runs of two layouts]. Steps that one run alone has are left out. Frameworks may differ.
+    compared: Note [Runs of two layouts]. Steps and phases that one run alone has are left out. Frameworks may differ.
 
         comparison = compare_readings("runs/a", "runs/b")
         print(comparison.first or "equal")
@@ -134,6 +134,8 @@ def compare_readings(
     left, right = (_values(run, steps, together=not alike) for run in runs)
     apart = {key for values in (left, right) for key, value in values.items() if not value.whole}
     left, right = ({key: value for key, value in values.items() if key not in apart} for values in (left, right))
+    phases = {key[1] for key in left} & {key[1] for key in right}
+    left, right = ({key: value for key, value in each.items() if key[1] in phases} for each in (left, right))
     largest = _largest(left) if not by_bits else {}
     found = []
     stages = {rank: own.layout["stage"] for rank, own in runs[0].items()}
