@@ -834,6 +834,37 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
         ],
     ),
     ("name ranks of the mesh", {"profile": {"start": 2, "ranks": [1]}}, ["profile.ranks=[0]"]),
+    # readings
+    ('write ["loss", "gradient"]', {"monitor": {"every": 1, "phases": []}}, ["monitor.phases=['loss', 'gradient']"]),
+    ('write ["norm", "range"]', {"monitor": {"every": 1, "numbers": []}}, ["monitor.numbers=['norm', 'range']"]),
+    (
+        "leave both out, or write memory.recompute",
+        {"monitor": {"every": 1, "phases": ["forward"]}, "memory": {"budget": "1GiB"}},
+        ["monitor.phases=['gradient']", ("-memory.budget", "memory.recompute=['model.layers.*']")],
+    ),
+    (
+        "leave 'moment' out",
+        {"monitor": {"every": 1, "phases": ["moment", "weight"]}, "optimizer": {"name": "adamw8bit"}},
+        ["monitor.phases=['weight']"],
+    ),
+    (
+        "did you mean 'model.layers.*'",
+        {"monitor": {"every": 1, "names": ["model.layer.*"]}},
+        ["monitor.names=['model.layers.*']"],
+    ),
+    (
+        "name the block: 'model.layers.0'",
+        {
+            "monitor": {"every": 1, "phases": ["forward"], "names": ["model.layers.*.mlp"]},
+            "compile": {"blocks": ["model.layers.*"]},
+        },
+        ["monitor.names=['model.layers.0']"],
+    ),
+    (
+        "name its members: 'model.layers.*'",
+        {"monitor": {"every": 1, "phases": ["forward"], "names": ["model.layers"]}},
+        ["monitor.names=['model.layers.*']"],
+    ),
     (
         "leave run.deterministic out, or make mesh.cp 1",
         {"mesh": {"cp": 2}, "run": {"deterministic": True}},
@@ -956,7 +987,7 @@ ELSEWHERE = {
         *("blocks:check_saving", "adapters:check_adapter", "checks:_check_device", "checks:check_mesh"),
         *("blocks:check_compile", "memory:check_memory", "memory:check_states", "loss:check_objective"),
         *("build:_check_statistics", "build:check_model_section", "unused_keys:check_profile"),
-        "homes:check_home_values",
+        *("homes:check_home_values", "checks:check_monitor"),
     ),
     "test_dry_run.py::test_what_can_not_be_played_is_refused": ("api:spread_over",),
     "test_weights.py::test_a_plan_for_another_framework": ("checks:check_platform",),

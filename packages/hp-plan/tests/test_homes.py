@@ -199,7 +199,7 @@ REFUSED = {
     "cache of ranks": (
         {"homes": HOMES, "cache": "1GiB"},
         {"mesh": {"tp": 2}},
-        "got homes with a cache, which is for one rank",
+        "got homes with a cache, which",
     ),
     "offload": ({"homes": HOMES}, {"fsdp": {"offload": True}}, "got homes with fsdp.offload"),
     "states": ({"homes": HOMES}, {"optimizer": {"swap_slices": 4}}, "got homes with swap_slices"),

@@ -229,6 +229,7 @@ RECOMPUTE = ["model.layers.*.mlp"]
             [{"objective": {}, "data": {"sequence_length": 16}}],
         ),
         ("leave [profile] out", {"profile": {"start": 2}}, [{"profile": {}}]),
+        ("leave [monitor] out", {"monitor": {"every": 1}}, [{"monitor": {}}]),
         ("use a norm without them", {"model": NORMED}, [{"model": {**NORMED, "function": f"{__name__}:layer_norm"}}]),
         ('write function = "package.module:function"', {"model": {}}, [{"model": tables()["model"]}]),
         (
