@@ -133,7 +133,7 @@ def _module(name: str, path: Path, is_package: bool, known: object) -> Module:
         elif isinstance(node, ast.Attribute):
             of_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             if node.attr in ("_getframe", "f_back", "currentframe", "walk_stack", "extract_stack"):
-                if not {"debugging", "compat"}.intersection(parts):
+                if not {"debugging", "stream_audit", "compat"}.intersection(parts):
                     module.looks.append(node.lineno)
             elif node.attr.startswith("_") and not node.attr.startswith("__") and not of_own:
                 module.private.append((node.attr, node.lineno))
