@@ -55,7 +55,7 @@ from hp_platform.platforms.ports import (
     platform_name,
     wanted_platform,
 )
-from hp_platform.values import TreeSum, list_leaves, map_nested, subtrees
+from hp_platform.values import TreeSum, list_leaves, map_nested, subtrees, uncollected
 
 __all__ = [
     "CopyLink",
@@ -124,4 +124,5 @@ __all__ = [
     "wanted_platform",
     "watch_parent",
     "when_groups_end",
+    "uncollected",
 ]

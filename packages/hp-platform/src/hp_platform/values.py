@@ -16,11 +16,25 @@ Note [No closure calls itself]
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python's garbage collector from running inside."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def subtrees(start: int, count: int) -> list[tuple[int, int]]:

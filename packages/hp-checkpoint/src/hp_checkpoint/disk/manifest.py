@@ -8,7 +8,6 @@ Note [Checksums]
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ import shutil
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite, isnan, prod
 from pathlib import Path
@@ -41,6 +40,7 @@ from hp_checkpoint.disk.files import (
 from hp_checkpoint.disk.storage import MANIFEST, new_nonce, part_folder, read_json, strict_json
 from hp_checkpoint.errors import InvalidCheckpointError, shown
 from hp_checkpoint.layout.tensors import gather
+from hp_platform.extend import uncollected
 
 VERSION = 2  # the first with tensors in chunks; a manifest without them is of version 1
 BLOCK = 8 << 20
@@ -155,7 +155,7 @@ class Manifest:
                 f"{where}: its hash is wrong: the file was changed, or not written to its end. Load an older checkpoint"
             )
         try:
-            with _uncollected():
+            with uncollected():  # it would go through the millions of values of a large manifest many times
                 tree = strict_json(content, where)
                 newer = tree.get("version")
                 if isinstance(newer, int) and newer > VERSION:
@@ -207,18 +207,6 @@ def entry_of(manifest: Manifest, address: tuple[str, str]) -> Entry | None:
     part, name = address
     entries = manifest.parts.get(part, {})
     return entries.get(name) or entries.get(manifest.aliases.get(part, {}).get(name, ""))
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector off, which would go through the millions of values of a large manifest many times."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _places(entry: Entry) -> Iterator[tuple[str, int, int]]:

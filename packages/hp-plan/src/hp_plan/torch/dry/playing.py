@@ -21,7 +21,7 @@ from hp_plan.torch.sequences.context_guard import unguarded
 from hp_plan.torch.training.loss import backward_loss
 from hp_plan.torch.training.parts import clip_gradients
 from hp_platform import get_platform
-from hp_platform.extend import observers
+from hp_platform.extend import observers, uncollected
 from hp_platform.torch.dry import Peers, dry_world
 
 T = torch.Tensor
@@ -180,14 +180,9 @@ class Played(Training):
 @contextmanager
 def without_collector() -> Iterator[None]:
     """Keep Python's collector from running, whose moments would decide when memory is let go."""
-    enabled = gc.isenabled()
     gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager
