@@ -128,18 +128,16 @@ def prepare(tables: dict[str, Any], nproc: int | None) -> int:
     Raises:
         PlanError: something is wrong with the plan whatever its model is; nothing was started.
     """
-    place = launcher_place()
-    if place is not None:
-        return place.world_size
-    read, diagnostics = read_plan(tables)
-    ranks = nproc or read.mesh.world_size
+    place, (read, diagnostics) = launcher_place(), read_plan(tables)
+    ranks = place.world_size if place is not None else nproc or read.mesh.world_size
     refuse_by_itself(read, diagnostics, ranks)
-    launcher().start_server(read, ranks)
+    if place is None:
+        launcher().start_server(read, ranks)
     return ranks
 
 
 def checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> ParallelPlan:
-    """Return the plan, of which nothing is wrong on so many ranks of this machine.
+    """Return the plan, of which nothing is wrong on so many ranks of this machine; `prepare` comes before.
 
     Args:
         tables: of the plan.
@@ -150,7 +148,6 @@ def checked(tables: dict[str, Any], ranks: int, *, training: bool = False) -> Pa
         PlanError: something is wrong with it.
     """
     read, diagnostics = read_plan(tables)
-    refuse_by_itself(read, diagnostics, ranks)
     report = examine(read, diagnostics, ranks, run_model_code=True)
     diagnostics = list(report.diagnostics)
     if training:
