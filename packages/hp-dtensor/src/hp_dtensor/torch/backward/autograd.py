@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -352,8 +352,7 @@ def reduce_partial_grads(
                 [(leaf, grad)] = entries
                 _add_grad(leaf, move(grad, grad_spec(leaf._spec, vary), grad_spec(leaf._spec)))
                 continue
-            specs = tuple(leaf._spec for leaf, _ in entries)
-            joint = _joints.get((vary, specs)) or _joints.setdefault((vary, specs), _Joint.of(mesh, vary, specs))
+            joint = _joint(mesh, vary, tuple(leaf._spec for leaf, _ in entries))
             flat = torch.cat([grad.reshape(-1) for _, grad in entries]).view(1, joint.count)
             flat = move(flat, joint.partial, joint.summed).view(joint.count)
             for (leaf, grad), summed in zip(entries, flat.split_with_sizes(joint.sizes), strict=True):
@@ -377,19 +376,18 @@ class _Joint(NamedTuple):
     sizes: list[int]
     count: int
 
-    @classmethod
-    def of(cls, mesh: DeviceMesh, vary: tuple[bool, ...], leaves: Sequence[TensorSpec]) -> _Joint:
-        specs = [grad_spec(spec) for spec in leaves]
-        alike = [all(spec.placements[axis].is_replicate() for spec in specs) for axis in range(mesh.ndim)]
-        rows = math.prod(size for size, same in zip(mesh.shape, alike, strict=True) if not same)
-        sizes = [math.prod(spec.local_shape) for spec in leaves]
-        placements = [Replicate() if same else Shard(0) for same in alike]
-        spec = TensorSpec.of(mesh, placements, (rows, sum(sizes)))
-        return cls(grad_spec(spec, vary), spec, sizes, sum(sizes))
+
+@functools.lru_cache(maxsize=1024)
+def _joint(mesh: DeviceMesh, vary: tuple[bool, ...], leaves: tuple[TensorSpec, ...]) -> _Joint:
+    specs = [grad_spec(spec) for spec in leaves]
+    alike = [all(spec.placements[axis].is_replicate() for spec in specs) for axis in range(mesh.ndim)]
+    rows = math.prod(size for size, same in zip(mesh.shape, alike, strict=True) if not same)
+    sizes = [math.prod(spec.local_shape) for spec in leaves]
+    spec = TensorSpec.of(mesh, [Replicate() if same else Shard(0) for same in alike], (rows, sum(sizes)))
+    return _Joint(grad_spec(spec, vary), spec, sizes, sum(sizes))
 
 
-_joints: dict[Any, _Joint] = {}
-when_groups_end(_joints.clear)
+when_groups_end(_joint.cache_clear)
 
 
 def _add_grad(leaf: Any, grad: torch.Tensor) -> None:
