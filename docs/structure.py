@@ -6,7 +6,8 @@ It also finds closures that call themselves: Note [No closure calls itself] in `
     python docs/structure.py REVISION   a commit, tag or branch
     python docs/structure.py --check    fail where the working tree has a circle of imports or types, imports another
                                         package's internals, looks at callers' frames, takes an error's text apart,
-                                        has a closure that calls itself, or a helper of tests that no test finds
+                                        names `torch._C` outside of hp_platform.torch.internals, has
+                                        a closure that calls itself, or a helper of tests that no test finds
 
 A wing is `neutral`, `torch` or `mindspore`, by the folder a module is in. Code is what is left of the lines without
 docstrings, comments and blank ones. An import counts wherever it stands, in a function too, but not under
@@ -41,7 +42,7 @@ WINGS = ("neutral", "torch", "mindspore")
 ROLES = frozenset(
     f"hp_platform.{role}"
     for role in (
-        "collectives devices frames fused groups random torch.dry torch.grouped torch.heavy torch.host"
+        "collectives devices frames fused groups random torch.dry torch.grouped torch.heavy torch.host torch.internals"
     ).split()
 )
 """Modules that are public by themselves."""
@@ -75,6 +76,8 @@ class Module:
     """Names that its classes define."""
     looks: list[int] = field(default_factory=list)
     """Lines that look at the frames of callers."""
+    cores: list[int] = field(default_factory=list)
+    """Lines that name `torch._C`."""
     parses: list[int] = field(default_factory=list)
     """Lines that take the text of an error apart."""
 
@@ -135,6 +138,9 @@ def _module(name: str, path: Path, is_package: bool, known: object) -> Module:
             if node.attr in ("_getframe", "f_back", "currentframe", "walk_stack", "extract_stack"):
                 if not {"debugging", "stream_audit", "compat"}.intersection(parts):
                     module.looks.append(node.lineno)
+            elif ast.unparse(node) == "torch._C":
+                if "hp_testing" not in parts and name != "hp_platform.torch.internals":
+                    module.cores.append(node.lineno)
             elif node.attr.startswith("_") and not node.attr.startswith("__") and not of_own:
                 module.private.append((node.attr, node.lineno))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PARSING:
@@ -317,6 +323,8 @@ def complaints(modules: dict[str, Module]) -> Iterator[str]:
     for module in modules.values():
         if module.looks:
             yield f"{module.name} looks at its callers' frames: leave what another library decides to a `compat` module"
+        if module.cores:
+            yield f"{module.name} names torch._C: take it from hp_platform.torch.internals, or give it a name there"
         if module.parses:
             yield f"{module.name} takes an error's text apart: give the error fields"
         for closure in module.held:
@@ -375,6 +383,7 @@ def tables(modules: dict[str, Module]) -> Iterator[str]:
     yield f"Private attributes of other packages: {uses.total()} ({listed})"
     yield f"Private attributes of other objects: {sum(len(module.private) for module in modules.values())}"
     yield f"Looks at callers' frames: {sum(len(module.looks) for module in modules.values())}"
+    yield f"Modules that name torch._C: {sum(bool(module.cores) for module in modules.values())}"
     yield f"Errors' texts taken apart: {sum(len(module.parses) for module in modules.values())}"
 
 

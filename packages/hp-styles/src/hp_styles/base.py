@@ -207,7 +207,7 @@ def check_widths(widths: Widths, module: Any, value: Any) -> None:
     if not widths.known or isinstance(value, hp_dtensor.DTensor):
         return
     mesh, features, last = widths.mesh, widths.features, len(value.shape) - 1
-    if last < 0 or not any(p.is_shard() and p.dim in (-1, last) for p in widths.placements):  # type: ignore[attr-defined]
+    if last < 0 or not any(isinstance(p, Shard) and p.dim in (-1, last) for p in widths.placements):
         return
     shapes = None if widths.compared else shapes_of_ranks([value], mesh)
     widths.compared |= shapes is not None

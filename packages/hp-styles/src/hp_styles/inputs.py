@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import hp_dtensor
-from hp_dtensor import DeviceMesh, Placement
+from hp_dtensor import DeviceMesh, Placement, Shard
 from hp_dtensor.extend import TensorSpec, normalize
 from hp_styles import port
 from hp_styles.base import Widths, check_mesh, check_sized, check_widths, shapes_of_ranks
@@ -169,13 +169,13 @@ def _is_part(value: Any, layout: Placed | None) -> bool:
     if layout is None or not _is_tensor(value) or isinstance(value, hp_dtensor.DTensor):
         return False
     last = len(value.shape) - 1
-    return any(p.is_shard() and p.dim not in (-1, last) for p in _each(layout))  # type: ignore[attr-defined]
+    return any(isinstance(p, Shard) and p.dim not in (-1, last) for p in _each(layout))
 
 
 def _cuts(module: Any, layouts: Iterable[Placed | None]) -> bool:
     """Return True, and note it, if one of the layouts may shard a batch or a sequence."""
     placements = [placement for layout in layouts if layout is not None for placement in _each(layout)]
-    cuts = any(p.is_shard() and p.dim != -1 for p in placements)  # type: ignore[attr-defined]
+    cuts = any(isinstance(p, Shard) and p.dim != -1 for p in placements)
     if cuts:
         note_comparing(module)
     return cuts

@@ -26,6 +26,7 @@ from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.moves.transfer import gradient_as
 from hp_dtensor.torch.ops import random
 from hp_dtensor.torch.views.moved_view import shares, whole_of
+from hp_platform.torch.internals import without_torch_function
 
 _plain = (torch.Tensor, torch.nn.Parameter)
 
@@ -47,9 +48,6 @@ def refuse_foreign(x: Any, what: str) -> None:
             " expected a plain tensor or a DTensor of hp_dtensor. Apply one library to a model. x.full_tensor() returns"
             " the global tensor; DTensor.from_local(x.to_local(), mesh, placements) of hp_dtensor adopts the local one"
         )
-
-
-_impl: Any = torch._C._disabled_torch_function_impl
 
 
 def from_local(local: torch.Tensor, *layout: Any, **options: Any) -> DTensor:
@@ -173,7 +171,7 @@ def become(parameter: torch.nn.Parameter, sharded: DTensor) -> None:
         sharded: of the same dtype; its memory is the parameter's afterwards.
     """
     hooks = None if isinstance(parameter, DTensor) else parameter._backward_hooks
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         parameter.data = local_view(sharded)
     for name in OWN:  # what belongs to the memory that it had
         vars(parameter).pop(name, None)

@@ -14,6 +14,7 @@ import torch
 
 from hp_dtensor.layout.boxes import Box, boxes
 from hp_dtensor.layout.spec import TensorSpec
+from hp_platform.torch.internals import torch_function_enabled
 
 
 def write_items(local: torch.Tensor, spec: TensorSpec, fqn: str) -> list[Any]:
@@ -73,7 +74,7 @@ def set_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     Raises:
         NotImplementedError: always, unless interception is off.
     """
-    if torch._C._is_torch_function_enabled():
+    if torch_function_enabled():
         raise NotImplementedError(
             "set_ of a DTensor is not supported, because it takes no local tensor. torch.distributed.checkpoint"
             ".async_save copies with it: copy the state yourself, as StateDictOptions(cpu_offload=True) does, and save"

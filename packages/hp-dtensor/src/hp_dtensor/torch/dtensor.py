@@ -25,21 +25,23 @@ from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.compile.overrides import overrides
 from hp_dtensor.torch.views.kept import HANDED_OUT, recall_shared, remember_shared, stop_keeping
 from hp_dtensor.torch.views.strides import keep, local_strides, strides_of
+from hp_platform.torch.internals import (
+    backward_id,
+    get_data,
+    get_device,
+    get_dtype,
+    get_grad,
+    get_grad_fn,
+    get_requires_grad,
+    get_shape,
+    plainly,
+    set_data,
+    set_grad,
+    set_requires_grad,
+    torch_function_enabled,
+)
 
-_impl: Any = torch._C._disabled_torch_function_impl
-_enabled = torch._C._is_torch_function_enabled
 T = torch.Tensor
-_shape = T.shape.__get__  # type: ignore[attr-defined]
-_dtype = T.dtype.__get__  # type: ignore[attr-defined]
-_device = T.device.__get__
-_get_requires_grad = T.requires_grad.__get__  # type: ignore[attr-defined]
-_set_requires_grad = T.requires_grad.__set__  # type: ignore[attr-defined]
-_get_grad = T.grad.__get__  # type: ignore[attr-defined]
-_grad_fn = T.grad_fn.__get__  # type: ignore[attr-defined]
-_set_grad = T.grad.__set__  # type: ignore[attr-defined]
-_get_data = T.data.__get__  # type: ignore[attr-defined]
-_set_data = T.data.__set__  # type: ignore[attr-defined]
-_graph_task = torch._C._current_graph_task_id
 _OWN = frozenset(  # not a copy's
     "_spec _called_in _holds _link _meets_plain _moved_from _node_taken _outside_graphs _passed_by _reads _retired"
     " _shadows _shows _strides".split()
@@ -65,7 +67,7 @@ def wrap(local: torch.Tensor, spec: TensorSpec) -> DTensor:
 
 def local_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor on the storage of a DTensor's local tensor (or of a plain tensor), outside autograd."""
-    return _impl(T.detach, (), (tensor,))
+    return plainly(T.detach, (), (tensor,))
 
 
 class DTensor(DistributedTensor, torch.Tensor):
@@ -123,7 +125,7 @@ class DTensor(DistributedTensor, torch.Tensor):
     @property
     def local_shape(self) -> torch.Size:
         """Shape of the local tensor."""
-        return _impl(_shape, (), (self,))
+        return plainly(get_shape, (), (self,))
 
     def redistribute(
         self,
@@ -172,16 +174,16 @@ class DTensor(DistributedTensor, torch.Tensor):
         spec = self._spec
         self._reads = HANDED_OUT
         if grad_placements is None:
-            return _impl(T.view_as, (), (self, self))
+            return plainly(T.view_as, (), (self, self))
         converted = autograd.convert(self, spec, varying(spec, grad_placements))
-        return _impl(autograd.AsView.apply, (), (converted,))
+        return plainly(autograd.AsView.apply, (), (converted,))
 
     # ---- metadata: global, or the local tensor's if interception is off ----
     @property
     def shape(self) -> torch.Size:
-        is_global = _enabled() and not _compiler._is_compiling_flag
-        if not is_global or (_graph_task() != -1 and local_asked()):
-            return _impl(_shape, (), (self,))
+        is_global = torch_function_enabled() and not _compiler._is_compiling_flag
+        if not is_global or (backward_id() != -1 and local_asked()):
+            return plainly(get_shape, (), (self,))
         spec = self._spec
         try:
             return spec.size
@@ -214,32 +216,32 @@ class DTensor(DistributedTensor, torch.Tensor):
 
     @overrides(T.stride)
     def stride(self, dim: int | None = None) -> Any:
-        strides = (strides_of if _enabled() and not _compiler._is_compiling_flag else local_strides)(self)
+        strides = (strides_of if torch_function_enabled() and not _compiler._is_compiling_flag else local_strides)(self)
         return strides if dim is None else strides[dim]
 
     @property
     def dtype(self) -> torch.dtype:
-        return _impl(_dtype, (), (self,))
+        return plainly(get_dtype, (), (self,))
 
     @property
     def device(self) -> torch.device:
-        return _impl(_device, (), (self,))
+        return plainly(get_device, (), (self,))
 
     @property
     def requires_grad(self) -> bool:
-        return _impl(_get_requires_grad, (), (self,))
+        return plainly(get_requires_grad, (), (self,))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        _impl(_set_requires_grad, (), (self, value))
+        plainly(set_requires_grad, (), (self, value))
 
     # ---- autograd ----
     @property
     def grad(self) -> torch.Tensor | None:
         if autograd.arriving_gradients:
             autograd.finish_gradients()
-        grad = _impl(_get_grad, (), (self,))
-        if type(grad) is torch.Tensor and _enabled():
+        grad = plainly(get_grad, (), (self,))
+        if type(grad) is torch.Tensor and torch_function_enabled():
             if self._spec.partial and grad.requires_grad:
                 raise RuntimeError(
                     f"grad of a DTensor placed {self._spec.placements} after backward(create_graph=True): the gradient"
@@ -253,7 +255,7 @@ class DTensor(DistributedTensor, torch.Tensor):
     def grad(self, value: torch.Tensor | None) -> None:
         if autograd.arriving_gradients:
             autograd.finish_gradients()
-        if _enabled() and value is not None:
+        if torch_function_enabled() and value is not None:
             if not isinstance(value, DTensor):
                 raise TypeError(
                     f"grad of a DTensor must be a DTensor or None, got {type(value).__name__} of shape"
@@ -264,32 +266,32 @@ class DTensor(DistributedTensor, torch.Tensor):
                     f"grad is placed {value._spec.placements} and has shape {tuple(value._spec.shape)}, but the tensor"
                     f" needs {autograd.grad_spec(self._spec)}"
                 )
-        _impl(_set_grad, (), (self, value))
+        plainly(set_grad, (), (self, value))
 
     @property
     def data(self) -> torch.Tensor:
         stop_keeping(self)
-        data = _impl(_get_data, (), (self,))
-        if _enabled():
+        data = plainly(get_data, (), (self,))
+        if torch_function_enabled():
             keep(wrap(data, self._spec), self)
             stop_keeping(data)
         return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if _enabled() and not isinstance(value, DTensor):
+        if torch_function_enabled() and not isinstance(value, DTensor):
             raise TypeError("data of a DTensor must be a DTensor: distribute_tensor(value, mesh, placements)")
-        if isinstance(value, DTensor) and _enabled():
+        if isinstance(value, DTensor) and torch_function_enabled():
             self._spec = value._spec
             keep(self, value)
         autograd.retire_shadows(self)  # they share the old memory
         stop_keeping(self)
-        _impl(_set_data, (), (self, value))
+        plainly(set_data, (), (self, value))
 
     def register_hook(self, hook: Any) -> Any:
         autograd.make_way(self, hook)
-        _impl(_grad_fn, (), (self,))  # of a view whose base was written to, torch crashes if register_hook creates it
-        return _impl(T.register_hook, (), (self, _on_local_gradient(self, hook)))
+        plainly(get_grad_fn, (), (self,))  # torch crashes if register_hook makes that of a view whose base changed
+        return plainly(T.register_hook, (), (self, _on_local_gradient(self, hook)))
 
     # ---- copies, pickles, text ----
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -297,7 +299,7 @@ class DTensor(DistributedTensor, torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only DTensors that are leaves of the graph support deepcopy; detach() first")
-        copied = wrap(_impl(T.clone, (), (local_view(self),)), self._spec)
+        copied = wrap(plainly(T.clone, (), (local_view(self),)), self._spec)
         vars(copied).update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in _OWN})
         memo[id(self)] = copied
         copied.requires_grad_(self.requires_grad)
@@ -320,7 +322,7 @@ class DTensor(DistributedTensor, torch.Tensor):
         return checkpoint.tensor_shard(local_view(self), self._spec, index)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        local = _impl(T.__repr__, (), (_impl(T.detach, (), (self,)),))
+        local = plainly(T.__repr__, (), (plainly(T.detach, (), (self,)),))
         return self._described(local, parameter=isinstance(self, torch.nn.Parameter))
 
     def __format__(self, spec: str) -> str:
@@ -330,16 +332,16 @@ class DTensor(DistributedTensor, torch.Tensor):
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    return _impl(T.view_as, (), (tensor, tensor)) if isinstance(tensor, DTensor) else tensor
+    return plainly(T.view_as, (), (tensor, tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def redistribute(x: DTensor, spec: TensorSpec) -> DTensor:
     """Return ``x`` in layout ``spec``, a new DTensor that knows its source, so that its gradient moves only once."""
     if x._spec is spec:
-        view = wrap(_impl(T.view_as, (), (x, x)), spec)
+        view = wrap(plainly(T.view_as, (), (x, x)), spec)
         keep(view, x)
         return view
-    moved = wrap(_impl(autograd.move, (), (x, x._spec, spec)), spec)
+    moved = wrap(plainly(autograd.move, (), (x, x._spec, spec)), spec)
     if moved.requires_grad:
         autograd.moved_from(moved, x)
     return moved

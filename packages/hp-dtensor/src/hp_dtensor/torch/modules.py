@@ -26,6 +26,13 @@ from hp_dtensor.functions import implicit_replication
 from hp_dtensor.torch.dtensor import _OWN as OWN
 from hp_dtensor.torch.dtensor import DTensor, local_view, wrap
 from hp_platform.extend import attributed_modules
+from hp_platform.torch.internals import (
+    backward_id,
+    current_node,
+    next_node_number,
+    swap_tensors,
+    without_torch_function,
+)
 
 
 @contextlib.contextmanager
@@ -113,9 +120,9 @@ def give_memory(parameter: torch.Tensor, local: torch.Tensor) -> None:
         local: a tensor of its local shape and dtype, whose memory the parameter takes.
     """
     trains = parameter.requires_grad
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-        torch._C._swap_tensor_impl(parameter, local.detach().requires_grad_(trains))
+        swap_tensors(parameter, local.detach().requires_grad_(trains))
         # the swap exchanged them, too
         parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, accumulated
     for name in OWN - {"_spec", "_meets_plain", "_outside_graphs"} | {"_is_hf_initialized"}:
@@ -190,9 +197,6 @@ def _inner_first(module: torch.nn.Module, seen: set[int] | None = None) -> Itera
     yield module
 
 
-_graph_task = torch._C._current_graph_task_id
-_node = torch._C._current_autograd_node
-_next_number = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 _NEVER = 2**64
 
 
@@ -212,9 +216,9 @@ class _Calls:
         self.around.append(self.stack[-1][0] if self.stack else -1)
         self.stack.append((len(self.names), module))
         self.names.append(name)
-        self.starts.append(_next_number())
+        self.starts.append(next_node_number())
         self.stops.append(_NEVER)
-        self.tasks.append(_graph_task())
+        self.tasks.append(backward_id())
 
     def end(self, module: torch.nn.Module) -> None:
         """Record that a forward has ended, and with it all that it called."""
@@ -222,7 +226,7 @@ class _Calls:
             ended = None
             while ended is not module:
                 index, ended = self.stack.pop()
-                self.stops[index] = _next_number()
+                self.stops[index] = next_node_number()
 
     def of(self, number: int) -> str | None:
         """Return the innermost module in whose forward the node of this number was created."""
@@ -270,7 +274,7 @@ class Modules:
 
     def place(self, frame: FrameType) -> tuple[str, str]:
         """Return phase and module of the program at this frame."""
-        task, attributed = _graph_task(), attributed_modules()
+        task, attributed = backward_id(), attributed_modules()
         if attributed:
             return "forward" if task == -1 else "backward", self._names.of(attributed)
         if task == -1:
@@ -280,7 +284,7 @@ class Modules:
             top = calls.stack[-1][0]
             if calls.tasks[top] == task:  # a forward that is recomputed for this backward
                 return "backward", calls.names[top]
-        node = _node()
+        node = current_node()
         names = [each.of(node._sequence_nr()) for each in self._calls.values()] if node is not None else []
         modules = {name for name in names if name is not None}
         return "backward", modules.pop() if len(modules) == 1 else ""  # each thread numbers for itself

@@ -18,9 +18,7 @@ from torch import nn
 
 from hp_fsdp.groups.managed_params import groups_in
 from hp_fsdp.torch.groups.bucket import Bucket
-
-_plain = torch._C.DisableTorchFunctionSubclass
-_hooks_above = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+from hp_platform.torch.internals import saved_hooks_above, without_torch_function
 
 
 class Activations:
@@ -61,7 +59,7 @@ class SavedBytes:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        with _plain():
+        with without_torch_function():
             tensor = tensor.detach()  # the tensor itself would keep its node alive, which keeps the result of this
             try:
                 storage = tensor.untyped_storage()
@@ -133,7 +131,7 @@ def watch_activations(model: nn.Module) -> Iterator[Activations]:
     open_: list[Any] = []
 
     def enter(module: nn.Module, _: Any) -> None:
-        if _hooks_above(False) is not None:
+        if saved_hooks_above(False) is not None:
             raise RuntimeError(
                 f"watch_activations: the forward of {type(module).__name__} ran inside other saved_tensors_hooks, such"
                 " as activation offloading or a checkpoint around it, which would not see the tensors it saves. Call it"
@@ -161,7 +159,7 @@ def watch_activations(model: nn.Module) -> Iterator[Activations]:
 def storages_of(tensors: Sequence[Any]) -> set[int]:
     """Return the addresses of the storages of tensors; those without one are left out."""
     addresses = set()
-    with _plain():
+    with without_torch_function():
         for tensor in tensors:
             try:
                 addresses.add(tensor.untyped_storage()._cdata)

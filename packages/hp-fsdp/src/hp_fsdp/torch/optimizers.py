@@ -31,6 +31,7 @@ from hp_fsdp.torch.groups.bucket import Bucket
 from hp_fsdp.torch.state_dict import fill, sharded_axis
 from hp_fsdp.torch.steps.context import hsdp_sync_stream, refuse_lost_gradients
 from hp_platform import get_platform
+from hp_platform.torch.internals import without_torch_function
 
 _in_order: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _registered: list[Any] = []
@@ -218,7 +219,7 @@ class _States:
 
 def _owns(parameter: torch.Tensor) -> bool:
     """Tell whether this rank has elements of a parameter."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return parameter.numel() > 0
 
 

@@ -19,6 +19,7 @@ from hp_dtensor import DTensor, Replicate
 from hp_moe.layer.checks import check_counted_together
 from hp_platform import get_platform
 from hp_platform.extend import reduce_numbers
+from hp_platform.torch.internals import in_backward
 
 T = torch.Tensor
 
@@ -31,7 +32,7 @@ def add_counts(layer: Any, counts: T) -> None:
 
 def recomputes() -> bool:
     """Tell whether backward is computing a forward again."""
-    return torch._C._current_graph_task_id() != -1
+    return in_backward()
 
 
 def update_expert_bias(moe: nn.Module, lr: float = 1e-3, *, group: Any = None) -> None:

@@ -27,6 +27,7 @@ from hp_dtensor.torch.extend import local_view
 from hp_moe.routes.dispatch import Sources
 from hp_platform import get_platform
 from hp_platform.extend import TreeSum
+from hp_platform.torch.internals import backward_id
 
 T = torch.Tensor
 _ALIGNMENT = 64
@@ -54,7 +55,7 @@ class PieceSums:
         Raises:
             RuntimeError: the module ran twice in a pass; something else has changed the gradients.
         """
-        task = torch._C._current_graph_task_id()
+        task = backward_id()
         if task == self.task:
             raise RuntimeError(
                 "ExpertParallel(deterministic=True): experts ran more than once in one backward pass, which is one"

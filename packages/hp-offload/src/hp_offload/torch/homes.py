@@ -36,10 +36,9 @@ from hp_offload.torch.around import wrap_inside
 from hp_offload.torch.swapping import address_of, changed, kept, residents, unpack
 from hp_platform import get_platform
 from hp_platform.torch.host import empty_on_host
+from hp_platform.torch.internals import backward_id, in_backward, saved_hooks_above
 
 T = torch.Tensor
-_backward_id: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward
-_hooks_above = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 _engine: Any = Variable._execution_engine
 _placed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -226,7 +225,7 @@ class Visits:
     # ---- steps ----
     def step(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward: a step begins."""
-        if self._depth or _backward_id() != -1:
+        if self._depth or in_backward():
             return forward(*args, **kwargs)
         training = torch.is_grad_enabled()
         self._begin("training" if training else "evaluation")
@@ -255,8 +254,8 @@ class Visits:
 
     def _expect_end(self) -> None:
         """End the step when the backward that runs is over."""
-        if self._task != _backward_id() != -1:
-            self._task = _backward_id()
+        if self._task != in_backward():
+            self._task = backward_id()
             _engine.queue_callback(self._end)
 
     def _settle(self) -> None:
@@ -273,7 +272,7 @@ class Visits:
             untraced(block.name)
         if block.runs:
             return forward(*args, **kwargs)
-        alone = not self._depth and _backward_id() == -1
+        alone = not self._depth and not in_backward()
         if alone:
             self._begin("")
         try:
@@ -301,7 +300,7 @@ class Visits:
         stands = self._stand(here)
         for module, name, parameter in block.slots:
             module._parameters[name] = stands[parameter]  # type: ignore[assignment]
-        above = _hooks_above(False) is not None or not torch.is_grad_enabled()
+        above = saved_hooks_above(False) is not None or not torch.is_grad_enabled()
         block.runs = True
         try:
             with contextlib.nullcontext() if above else saved_tensors_hooks(kept, unpack):
@@ -319,7 +318,7 @@ class Visits:
 
     def _check(self, block: Block) -> None:
         """Refuse parameters that were replaced, moved, or written to since the forward."""
-        again = _backward_id() != -1
+        again = in_backward()
         if again:
             self._expect_end()
         for (module, name, parameter), version in zip(block.slots, block.versions):

@@ -23,9 +23,10 @@ from hp_offload.torch.around import Around
 from hp_offload.torch.regions.functions import Filling, Site, Walk, is_function
 from hp_offload.torch.regions.region import run_region
 from hp_offload.torch.regions.sites import KeptOutput, Key, SitePasses
-from hp_offload.torch.swapping import Packed, SwapRun, address_of, is_placed, kept, plain_torch, stays
+from hp_offload.torch.swapping import Packed, SwapRun, address_of, is_placed, kept, stays
 from hp_offload.torch.tracing import Sites, blocks_of, walking
 from hp_platform.torch.heavy import mark
+from hp_platform.torch.internals import without_torch_function
 
 T = torch.Tensor
 KEEP, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE
@@ -133,7 +134,7 @@ class _PlannedPasses(SitePasses):
         """Note an output; it is kept where it is saved."""
         position = len(self._reached)
         super().keep(key, out)
-        with plain_torch():
+        with without_torch_function():
             if not stays(out):
                 storage = out.untyped_storage()
                 layout = out.dtype, out.shape, out.stride(), out.storage_offset()
@@ -147,7 +148,7 @@ class _PlannedPasses(SitePasses):
             super().keep(key, out)
             return out
         self.keep(key, out)
-        with plain_torch():
+        with without_torch_function():
             if address_of(out) in self._own:  # the function saves its output itself
                 self._keep_output(out, self._own[address_of(out)])
         return out

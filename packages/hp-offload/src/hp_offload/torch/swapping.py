@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hp_offload.manager import Entry, GroupRun, SwapManager
 from hp_offload.saved import CheckpointPolicy, checked_swap_answer
 from hp_platform import get_platform
+from hp_platform.torch.internals import is_native, without_torch_function
 
 T = torch.Tensor
-
-plain_torch = torch._C.DisableTorchFunctionSubclass  # DTensors are packed by their local parts
 
 
 class Packed(Protocol):
@@ -107,9 +106,6 @@ class Kept:
             shape = tuple(self.tensor.shape)
             raise changed(f"A tensor of shape {shape}", self.tensor._version - self.version)
         return self.tensor
-
-
-_native = torch._C._disabled_torch_dispatch_impl
 
 
 class _Swapped:
@@ -202,8 +198,8 @@ class SwapRun:
 
     def out(self, tensor: T) -> Packed:
         """Return what stands for a tensor that goes to the host."""
-        with plain_torch():
-            if type(tensor).__torch_dispatch__ is not _native and is_traceable_wrapper_subclass(tensor):  # type: ignore
+        with without_torch_function():
+            if not is_native(tensor) and is_traceable_wrapper_subclass(tensor):
                 names, context = tensor.__tensor_flatten__()
                 return _Wrapped(tensor, {name: self.out(getattr(tensor, name)) for name in names}, context)
             if stays(tensor):
@@ -237,7 +233,7 @@ class SwapRun:
     def pack(self, tensor: T) -> Packed:
         """Put a tensor that is saved where the policy says."""
         if self._policy_fn is not None and not stays(tensor):
-            with plain_torch():
+            with without_torch_function():
                 answer = self._policy_fn(tensor.detach())
                 asked = f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
             if checked_swap_answer(answer, asked) is CheckpointPolicy.MUST_SAVE:
@@ -253,13 +249,13 @@ def stays(tensor: T) -> bool:
         return True
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
         return True
-    if type(tensor).__torch_dispatch__ is not _native:  # type: ignore[attr-defined]
+    if not is_native(tensor):
         return not is_traceable_wrapper_subclass(tensor)
     return not get_platform().devices.has_memory(tensor)
 
 
 def _addresses(tensors: Iterable[T]) -> set[int]:
-    return {address_of(each) for each in tensors if type(each).__torch_dispatch__ is _native}  # type: ignore[attr-defined]
+    return {address_of(each) for each in tensors if is_native(each)}
 
 
 @contextlib.contextmanager

@@ -27,10 +27,11 @@ from hp_offload.saved import Saved, block_of
 from hp_offload.torch.regions.functions import is_heavy
 from hp_offload.torch.regions.sites import Computed
 from hp_offload.torch.regions.state import random_state, set_random_state
-from hp_offload.torch.swapping import address_of, plain_torch, stays
+from hp_offload.torch.swapping import address_of, stays
 from hp_platform import get_platform
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import mark
+from hp_platform.torch.internals import without_torch_function
 
 T = torch.Tensor
 
@@ -171,7 +172,7 @@ def trace(
     per_block: dict[str, Sites] = {}
 
     def pack(tensor: T) -> _Packed:
-        with plain_torch():
+        with without_torch_function():
             block = block_of(sites.path[-1])
             own = per_block.setdefault(block, Sites(block))
             own.path = sites.path

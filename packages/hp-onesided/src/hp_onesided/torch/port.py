@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from hp_onesided.planning.headers import DTYPES
+from hp_platform.torch.internals import torch_dispatches_above
 
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 _WIDE = {"bfloat16": torch.float32, "float16": torch.float32}
@@ -49,7 +50,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def _keeps_results() -> bool:
     """Tell whether selective checkpointing runs, on all ranks alike: it hands back what a backend's operators gave."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not torch_dispatches_above():
         return False
     return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -55,7 +56,7 @@ class CudaMemory:
 
     def _offer(self, nbytes: int, slots: int, device: Any) -> bytes:
         self._module: Any = importlib.import_module(MODULE)
-        handle = getattr(torch._C, "_distributed_c10d", None)
+        handle = sys.modules.get("torch._C._distributed_c10d")
         owners = [(self._module, _NEEDED), (getattr(handle, "_SymmetricMemory", None), _OF_HANDLE)]
         missing = [name for owner, names in owners for name in names if not hasattr(owner, name)]
         if missing:

@@ -13,8 +13,8 @@ from hp_optim.options import broken_gradient, check_group, check_once, check_opt
 from hp_optim.torch.finiteness import broken_gradients
 from hp_optim.torch.states.blocks import Block, Members, Resident
 from hp_optim.torch.states.loaded import Moved, Roster, begin_anew, compact, has_memory
+from hp_platform.torch.internals import without_torch_function
 
-_plain = torch._C.DisableTorchFunctionSubclass
 _KEPT = ("skip_nonfinite", "_places", "_step_supports_amp_scaling")
 T = TypeVar("T")
 
@@ -146,7 +146,7 @@ class AdamW(torch.optim.AdamW):
 
     def _lay_out(self, blocks: list[Block], numbers: Iterable[int]) -> None:
         """Lay states of groups out, with the values that there are; what has no memory yet is left out."""
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             members = [each for number in numbers for each in self._members(number)]
             self._blocks = self._places.added(blocks, members, self.state)
         self._roster = Roster(self.param_groups, self.state)
@@ -193,7 +193,7 @@ class AdamW(torch.optim.AdamW):
 
     def _current(self, call: Callable[[Block], T]) -> list[tuple[Block, T]]:
         """Call something of each block, and return what it returns; all blocks have the states that there are."""
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             try:
                 return [(block, call(block)) for block in self._complete()]
             except Moved:
@@ -227,7 +227,7 @@ class AdamW(torch.optim.AdamW):
             if not self.skip_nonfinite:
                 raise
             problems.append(problem)
-        with _plain():
+        with without_torch_function():
             if self.skip_nonfinite and self._skips(problems):
                 return loss
             gradients = {id(block): own for block, own in looked}

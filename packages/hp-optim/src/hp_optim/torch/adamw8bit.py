@@ -26,8 +26,8 @@ from hp_optim.torch.states.quantized import (
     nearest,
     update,
 )
+from hp_platform.torch.internals import without_torch_function
 
-_plain = torch._C.DisableTorchFunctionSubclass
 _CODES = {"exp_avg": "exp_avg_code", "exp_avg_sq": "exp_avg_sq_code"}
 _SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 _DECODE = {"exp_avg": decoded_mean, "exp_avg_sq": decoded_square}
@@ -98,7 +98,7 @@ class AdamW8bit(AdamW):
         if coded:
             return packed
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             states = {at: _decoded(state, parameters[at]) for at, state in packed["state"].items()}
         return {**packed, "state": states}
 

@@ -13,6 +13,7 @@ from hp_optim.muon.ownership import world_of
 from hp_optim.options import agree_on, parameter_names
 from hp_platform import get_platform
 from hp_platform.extend import reduce_numbers
+from hp_platform.torch.internals import get_grad
 
 _TOLD = ("lr", "weight_decay", "momentum", "nesterov", "betas", "eps")
 
@@ -38,9 +39,6 @@ def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-
-
 def broken_gradients(caller: str, groups: Sequence[Mapping[str, Any]], problems: list[Exception]) -> list[str]:
     """List the parameters whose gradients are not finite on some rank; a collective, if there are other ranks.
 
@@ -64,7 +62,7 @@ def broken_gradients(caller: str, groups: Sequence[Mapping[str, Any]], problems:
     meshes = {parameter._spec.mesh for parameter in parameters if isinstance(parameter, DTensor)}
     world = world_of(meshes)
     numbers, gradients = [], []
-    for number, gradient in enumerate(map(_get_grad, parameters)):
+    for number, gradient in enumerate(map(get_grad, parameters)):
         if gradient is not None and gradient.layout is torch.strided and gradient.numel():
             numbers.append(number)
             gradients.append(gradient)

@@ -38,11 +38,8 @@ from hp_optim.torch.finiteness import told
 from hp_optim.torch.states.loaded import Roster, begin_anew, check_state, compact, has_memory
 from hp_optim.torch.states.momenta import Momenta, release
 from hp_platform.extend import own_rank
+from hp_platform.torch.internals import get_grad, get_requires_grad, get_shape, without_torch_function
 
-_plain = torch._C.DisableTorchFunctionSubclass
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_shape = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _BUFFER = "momentum_buffer"
 _KEPT = ("_rules", "_places", "_matrices")
 
@@ -178,8 +175,8 @@ class Muon(MuonArguments, Optimizer):
         self._without_memory = [each for each in self._parameters if not has_memory(each)]
         self._roster = Roster(self.param_groups, self.state)
         self._edition += 1
-        with _plain():
-            self._shapes = list(map(_shape, self._parameters))
+        with without_torch_function():
+            self._shapes = list(map(get_shape, self._parameters))
         self._buffers = [member.state.get(_BUFFER) for member in self._members]
 
     def _renew(self) -> None:
@@ -192,7 +189,7 @@ class Muon(MuonArguments, Optimizer):
             for number, group in enumerate(self.param_groups)
             for pair in zip(parameter_names(group, number), group["params"])
         ]
-        with _plain():
+        with without_torch_function():
             for name, parameter in named:
                 begin_anew("Muon", name, parameter, self.state[parameter], [_BUFFER])
                 check_state("Muon", name, parameter, _BUFFER, self.state[parameter].get(_BUFFER))
@@ -222,7 +219,7 @@ class Muon(MuonArguments, Optimizer):
                 check_options("Muon", group, number, self.defaults)
                 for name, parameter in zip(parameter_names(group, number), group["params"]):
                     release(self.state[parameter])
-                    with _plain():
+                    with without_torch_function():
                         check_state("Muon", name, parameter, _BUFFER, self.state[parameter].get(_BUFFER))
             self._renew()
         except Exception:
@@ -276,16 +273,16 @@ class Muon(MuonArguments, Optimizer):
         renewed = self._plan is None or not self._roster.holds(self.param_groups, self.state)
         if not renewed:
             buffers = [member.state.get(_BUFFER) for member in self._members]
-            with _plain():
-                renewed = list(map(_shape, self._parameters)) != self._shapes
+            with without_torch_function():
+                renewed = list(map(get_shape, self._parameters)) != self._shapes
             renewed = renewed or not all(map(is_, buffers, self._buffers)) or self._got_memory()
         if renewed:
             self._renew()
         for number, group in enumerate(self.param_groups):
             check_options("Muon", group, number, self.defaults)
         settings = list(map(Orthogonalization.of_group, self.param_groups))
-        with _plain():
-            for member, gradient in zip(self._members, map(_get_grad, self._parameters)):
+        with without_torch_function():
+            for member, gradient in zip(self._members, map(get_grad, self._parameters)):
                 if gradient is None:
                     continue
                 if gradient.layout is not torch.strided:
@@ -295,7 +292,7 @@ class Muon(MuonArguments, Optimizer):
                         f"Muon: the gradient of {member.name!r} has shape {tuple(gradient.shape)}, the parameter"
                         f" {tuple(member.parameter.shape)}. Compute gradients anew where memory is replaced"
                     )
-            trains, layouts = list(map(_requires_grad, self._parameters)), list(map(layout_of, self._parameters))
+            trains, layouts = list(map(get_requires_grad, self._parameters)), list(map(layout_of, self._parameters))
         return Look(self._edition, trains, settings, layouts)
 
     def _got_memory(self) -> bool:
@@ -320,7 +317,7 @@ class Muon(MuonArguments, Optimizer):
             agree_on("Muon", lambda: plan.lines, plan.world)
         for bucket in plan.buckets:
             if bucket.shared:
-                with _plain():
+                with without_torch_function():
                     bucket.build()
         self._plan = plan
         return plan
@@ -344,7 +341,7 @@ class Muon(MuonArguments, Optimizer):
         made.sort(key=lambda each: not each[0].shared)  # all ranks hear of a problem before anything is changed
         lines: list[str] = []
         numbers: dict[int, None] = {}
-        with _plain():
+        with without_torch_function():
             for bucket, places in made:
                 if bucket.shared:
                     numbers |= dict.fromkeys(member.number for member in bucket.members)
@@ -358,7 +355,7 @@ class Muon(MuonArguments, Optimizer):
         digest = hashlib.blake2b("".join(said).encode(), digest_size=4).digest()
         for bucket, places in zip(plan.buckets, plan.places):
             trains = [plan.look.trains[at] for at in places]
-            with _plain():
+            with without_torch_function():
                 if not bucket.step(self.param_groups, plan.look.settings, trains, digest, alarm, problems):
                     return False
         return True

@@ -26,8 +26,8 @@ from hp_optim.torch.states.blocks import Block, Members
 from hp_optim.torch.states.momenta import Event, Pairs, SwappedMomenta, Transfers, aligned, held, part, release
 from hp_platform import get_platform
 from hp_platform.extend import CopyLink
+from hp_platform.torch.internals import without_torch_function
 
-_plain = torch._C.DisableTorchFunctionSubclass
 _SLOTS = 3
 _KINDS: dict[type, tuple[str, ...]] = {AdamW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), Muon: ("momentum_buffer",)}
 
@@ -47,7 +47,7 @@ def swap(optimizers: Sequence[Any], config: SwapOptimizerConfig, link: CopyLink)
     check_state_keys(config.state_keys, [key for optimizer in optimizers for key in _KINDS[type(optimizer)]])
     for optimizer in optimizers:
         transfers = Transfers(link, type(optimizer).__name__)
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             if isinstance(optimizer, AdamW):
                 optimizer._places = SwappedBlocks(config, transfers)
                 optimizer._lay_out([], range(len(optimizer.param_groups)))

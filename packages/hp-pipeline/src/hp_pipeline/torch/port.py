@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hp_platform import get_platform
 from hp_platform.frames import current_frame, frame
 from hp_platform.torch.heavy import DeferredGradients, backward_in, mark, run_backward
+from hp_platform.torch.internals import torch_dispatches_above, torch_functions_above
 
 T = torch.Tensor
 _LEAF = pytree.tree_flatten(0)[1]
@@ -247,16 +248,17 @@ def describe_parameter(parameter: T) -> str:
         raise NotImplementedError("a parameter on the meta device: initialise it before the first run")
     if not parameter.requires_grad:
         text += ", frozen"
-    mesh: Any = getattr(parameter, "device_mesh", None)
+    sharded: Any = parameter
+    mesh = getattr(sharded, "device_mesh", None)
     if mesh is None:
         return text
     part = tuple(local(parameter).shape)
-    return f"{text}, {parameter.placements} on a mesh of shape {tuple(mesh.shape)} at {mesh.get_coordinate()}: {part}"  # type: ignore[attr-defined]
+    return f"{text}, {sharded.placements} on a mesh of shape {tuple(mesh.shape)} at {mesh.get_coordinate()}: {part}"
 
 
 @torch.no_grad()
-def local(tensor: T) -> T:
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor.detach()  # type: ignore[attr-defined]
+def local(tensor: Any) -> T:
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor.detach()
 
 
 def device_of_tensor(tensor: T) -> torch.device:
@@ -326,7 +328,7 @@ def shape(tensor: T) -> tuple[int, ...]:
 
 
 def surroundings() -> Callable[[], AbstractContextManager[Any]] | None:
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if torch_dispatches_above() or torch_functions_above():
         return None
     kinds = ["cpu"]
     accelerator = torch.accelerator.current_accelerator()

@@ -26,13 +26,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import handle_torch_function, has_torch_function
 
 from hp_platform.frames import Frame, at_site, current_frame, current_site, frame
+from hp_platform.torch.internals import backward_id, is_native, without_torch_function
 
 EXCHANGE = "exchange"
 """The site of every exchange: no module names those that a layout asks for."""
 
 T = torch.Tensor
-_native = torch._C._disabled_torch_dispatch_impl
-_plain = torch._C.DisableTorchFunctionSubclass
 
 
 def linear(input: T, weight: T, bias: T | None = None) -> T:
@@ -49,7 +48,7 @@ def linear(input: T, weight: T, bias: T | None = None) -> T:
     tensors = (input, weight) if bias is None else (input, weight, bias)
     if has_torch_function(tensors):
         return handle_torch_function(linear, tensors, input, weight, bias)
-    if current_frame() is None or torch.compiler.is_compiling() or not all(map(_is_native, tensors)):
+    if current_frame() is None or torch.compiler.is_compiling() or not all(map(is_native, tensors)):
         return F.linear(input, weight, bias)
     return in_frame(_LINEAR, input, weight, bias)
 
@@ -94,11 +93,6 @@ def in_frame(product: Product, input: T, weight: T, bias: T | None = None) -> T:
 
 
 _NO_FRAME = Frame()
-
-
-def _is_native(tensor: T) -> bool:
-    """Return True if operations on it run torch's kernels; a subclass with its own dispatch keeps its own linear."""
-    return type(tensor).__torch_dispatch__ is _native  # type: ignore[attr-defined]
 
 
 def _cast(tensor: T, dtype: torch.dtype) -> T:
@@ -146,7 +140,7 @@ class _Product(torch.autograd.Function):
             )
         weight, *saved = ctx.saved_tensors
         inputs: Callable[[], T] = lambda: ctx.inputs.load(ctx.handle[0]) if ctx.handle else saved[0]  # noqa: E731
-        with _plain():  # parameters may be DTensors, whose parts this is about
+        with without_torch_function():  # parameters may be DTensors, whose parts this is about
             to_input = ctx.product.to_input(grad, weight, ctx.shape) if ctx.needs_input_grad[0] else None
             if ctx.edges:
                 edges = [edge for edge in ctx.edges if edge is not None]
@@ -228,7 +222,7 @@ def _linear_forward(module: nn.Linear, site: str, input: T) -> T:
     if torch.compiler.is_compiling():
         return F.linear(input, module.weight, module.bias)
     if current_frame() is None:
-        again = _backward_frames.get(torch._C._current_graph_task_id()) if _backward_frames else None
+        again = _backward_frames.get(backward_id()) if _backward_frames else None
         if again is None:
             return F.linear(input, module.weight, module.bias)
         with frame(like=again), at_site(site):
@@ -267,7 +261,7 @@ def backward_in(current: Frame, outputs: Sequence[T], gradients: Sequence[T]) ->
     tasks: list[int] = []
 
     def begun(_: T) -> None:
-        tasks.append(torch._C._current_graph_task_id())
+        tasks.append(backward_id())
         _backward_frames[tasks[-1]] = current
 
     hooks = [output.register_hook(begun) for output in outputs]
@@ -383,7 +377,7 @@ class DeferredGradients:
         queue, self._queue = self._queue, []
         edges: list[GradientEdge] = []
         gradients: list[T] = []
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             for each, compute in queue:
                 edges += each
                 gradients += compute()

@@ -30,6 +30,7 @@ from hp_dtensor.torch.extend import named_parameters as named_parameters
 from hp_dtensor.torch.extend import redistribute as redistribute
 from hp_dtensor.torch.extend import redistribute_shared as redistribute_shared
 from hp_dtensor.torch.extend import sharded_loss as sharded_loss
+from hp_platform.torch.internals import in_backward
 from hp_styles import base, inputs
 from hp_styles.inputs import begin_call, end_call
 from hp_styles.torch.products import run_gathered as run_gathered
@@ -194,7 +195,7 @@ def _end(module: torch.nn.Module, args: Any, output: Any) -> None:
 
 
 def runs_again() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return in_backward()
 
 
 @traces_as(inputs._is_tensor)

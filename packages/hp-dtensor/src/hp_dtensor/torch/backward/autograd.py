@@ -41,8 +41,22 @@ from hp_dtensor.torch.moves.redistribute import execute
 from hp_dtensor.torch.views.kept import drop, recall, remember
 from hp_platform.extend import when_groups_end
 from hp_platform.torch.heavy import exchanged
-
-_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+from hp_platform.torch.internals import (
+    backward_id,
+    get_accumulation_hooks,
+    get_grad,
+    get_grad_fn,
+    get_hooks,
+    get_is_leaf,
+    get_requires_grad,
+    get_retains_grad,
+    get_version,
+    plainly,
+    set_grad,
+    transforms_active,
+    with_torch_function,
+    without_torch_function,
+)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -64,18 +78,17 @@ class _Redistribute(torch.autograd.Function):
 
 
 _apply: Any = super(torch.autograd.Function, _Redistribute).apply  # type: ignore[attr-defined]
-_transforming = torch._C._are_functorch_transforms_active
 
 
 def redistributed(*args: Any) -> torch.Tensor:
     """Apply ``_Redistribute``, without torch's check of each argument for a transform that has ended."""
-    return (_Redistribute.apply if _transforming() else _apply)(*args)
+    return (_Redistribute.apply if transforms_active() else _apply)(*args)
 
 
 def moved_back(grad: torch.Tensor, src: TensorSpec, dst: TensorSpec, vary: Any) -> torch.Tensor:
     """Return the gradient of a value that was redistributed from ``src`` to ``dst``."""
     scale = backward_scale(src, dst)
-    if torch.is_grad_enabled() and _requires_grad(grad):  # see Note [Gradients of gradients]
+    if torch.is_grad_enabled() and get_requires_grad(grad):  # see Note [Gradients of gradients]
         axes = [(a.is_partial(), b.is_partial()) for a, b in zip(src.placements, dst.placements, strict=True)]
         read = tuple(a and not b for a, b in axes)
         grad = of_parts(grad, grad_spec(dst, vary), tuple(b and not a for a, b in axes))
@@ -89,7 +102,7 @@ def move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
     """Redistribute a plain local tensor of layout ``src`` to layout ``dst``; differentiable."""
     if src is dst:
         return local
-    if torch.is_grad_enabled() and _requires_grad(local):
+    if torch.is_grad_enabled() and get_requires_grad(local):
         return redistributed(local, src, dst, None, None)
     return execute(local, src, dst)
 
@@ -97,7 +110,7 @@ def move(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> torch.Tensor:
 def read_in_parts(grad: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Return the gradient of a value of layout ``spec`` as its partial terms read it: Note [Gradients of gradients]."""
     parts = tuple(placement.is_partial() for placement in spec.placements)
-    if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
+    if not (any(parts) and torch.is_grad_enabled() and get_requires_grad(grad)):
         return grad
     return redistributed(grad, grad_spec(spec), grad_spec(spec), parts, None)
 
@@ -135,24 +148,13 @@ def of_parts(grad: torch.Tensor, spec: TensorSpec, parts: tuple[bool, ...]) -> t
         spec: its layout, replicated on the axes of the sum.
         parts: by axis, True if it is the gradient of terms of a sum; see Note [Gradients of gradients].
     """
-    if not (any(parts) and torch.is_grad_enabled() and _requires_grad(grad)):
+    if not (any(parts) and torch.is_grad_enabled() and get_requires_grad(grad)):
         return grad
     placements = [Partial() if part else placement for part, placement in zip(parts, spec.placements, strict=True)]
     return GradientMoved.apply(grad, spec, spec.with_placements(placements))
 
 
-_impl: Any = torch._C._disabled_torch_function_impl
-_is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
-_hooks = torch.Tensor._backward_hooks.__get__  # type: ignore[attr-defined]
-_accumulate_hooks = torch.Tensor._post_accumulate_grad_hooks.__get__  # type: ignore[attr-defined]
-_retains = torch.Tensor.retains_grad.__get__  # type: ignore[attr-defined]
-_interception: Any = torch._C._EnableTorchFunction
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 _grad_enabled = torch.is_grad_enabled
-_graph_task = torch._C._current_graph_task_id
 _engine = torch.autograd.Variable._execution_engine
 
 _COUNTING = frozenset(
@@ -179,7 +181,7 @@ def finish_gradients() -> None:
 def local_mode() -> Any:
     for end in list(pending_redistributions.values()):
         end()
-    return torch._C.DisableTorchFunctionSubclass()
+    return without_torch_function()
 
 
 def _drop_stale() -> None:
@@ -191,18 +193,24 @@ def _drop_stale() -> None:
 
 def watched(x: Any) -> bool:
     """Tell whether ``x`` has hooks, or retains its gradient."""
-    return bool(_impl(_hooks, (), (x,)) or _impl(_accumulate_hooks, (), (x,)) or _impl(_retains, (), (x,)))
+    return bool(
+        plainly(get_hooks, (), (x,)) or plainly(get_accumulation_hooks, (), (x,)) or plainly(get_retains_grad, (), (x,))
+    )
 
 
 def _shadow(leaf: Any, vary: tuple[bool, ...]) -> torch.Tensor | None:
     """Return the leaf to read ``leaf`` through, None if its gradient is watched: Note [Partial gradients of leaves]."""
-    if _impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,)) or "_node_taken" in leaf.__dict__:
+    if (
+        plainly(get_hooks, (), (leaf,))
+        or plainly(get_accumulation_hooks, (), (leaf,))
+        or "_node_taken" in leaf.__dict__
+    ):
         return None
-    shadow = _impl(torch.Tensor.detach, (), (leaf,)).requires_grad_()
+    shadow = plainly(torch.Tensor.detach, (), (leaf,)).requires_grad_()
     key, owner = id(shadow), weakref.ref(leaf)
 
     def collected(shadow: torch.Tensor) -> None:
-        task = _graph_task()
+        task = backward_id()
         if task != _tasks[-1]:
             _tasks[-1] = task
             _engine.queue_callback(reduce_partial_grads)
@@ -232,7 +240,7 @@ def through_hooks(leaf: Any, own: Any, grad: torch.Tensor) -> torch.Tensor:
     Raises:
         RuntimeError: the leaf has hooks, and a gradient arrived at it.
     """
-    for hook in (_impl(_hooks, (), (leaf,)) or {}).values():
+    for hook in (plainly(get_hooks, (), (leaf,)) or {}).values():
         if own is not None:
             _refuse_parts(leaf)
         replacement = hook(grad)
@@ -281,7 +289,7 @@ def make_way(x: Any, hook: Any) -> None:
 def note_call(leaf: Any) -> None:
     """Record that a hook of ``leaf`` is called, in the backward that is running; None is a tensor that is gone."""
     if "_retired" in getattr(leaf, "__dict__", ()):
-        leaf._called_in = _graph_task()
+        leaf._called_in = backward_id()
 
 
 def refuse_late(x: Any, what: str) -> None:
@@ -346,7 +354,7 @@ def reduce_partial_grads(
                     _add_grad(leaf, grad)
                     continue
             buckets.setdefault((leaf._spec.mesh, vary, grad.dtype, grad.device), []).append((leaf, grad))
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         for (mesh, vary, _, _), entries in buckets.items():
             if len(entries) == 1:
                 [(leaf, grad)] = entries
@@ -392,12 +400,14 @@ when_groups_end(_joint.cache_clear)
 
 def _add_grad(leaf: Any, grad: torch.Tensor) -> None:
     """Add to ``leaf.grad``; by the engine if there are hooks, which are the engine's to call."""
-    if "_retired" in leaf.__dict__ and (_impl(_hooks, (), (leaf,)) or _impl(_accumulate_hooks, (), (leaf,))):
-        with _interception():  # the hooks are the user's, and see DTensors
+    if "_retired" in leaf.__dict__ and (
+        plainly(get_hooks, (), (leaf,)) or plainly(get_accumulation_hooks, (), (leaf,))
+    ):
+        with with_torch_function():  # the hooks are the user's, and see DTensors
             _engine_run_backward((leaf,), (grad,), False, grad.requires_grad, (), accumulate_grad=True)
         return
-    accumulated = _impl(_get_grad, (), (leaf,))
-    _impl(_set_grad, (), (leaf, grad if accumulated is None else accumulated + grad))
+    accumulated = plainly(get_grad, (), (leaf,))
+    plainly(set_grad, (), (leaf, grad if accumulated is None else accumulated + grad))
 
 
 def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> torch.Tensor:
@@ -409,15 +419,15 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
         vary: by axis, True if the operation's result varies; None if it varies nowhere.
     """
     src = x._spec
-    if not (_grad_enabled() and _impl(_requires_grad, (), (x,))):
+    if not (_grad_enabled() and plainly(get_requires_grad, (), (x,))):
         return x if src is dst else execute(x, src, dst)
     if src is dst:
         if vary is None:
             return x
-        if _pending and _graph_task() == -1:
+        if _pending and backward_id() == -1:
             _drop_stale()
         shadow = x.__dict__.get("_shadows", _NONE).get(vary)
-        if shadow is None and _impl(_is_leaf, (), (x,)):
+        if shadow is None and plainly(get_is_leaf, (), (x,)):
             shadow = _shadow(x, vary)
         if shadow is not None:
             return shadow
@@ -426,24 +436,29 @@ def convert(x: Any, dst: TensorSpec, vary: tuple[bool, ...] | None = None) -> to
         return stored
     source = _source(x) if src is dst and "_moved_from" in x.__dict__ else None
     if source is not None:
-        value = _impl(torch.Tensor.detach, (), (x,))
-        moved = _impl(redistributed, (), (source, source._spec, dst, vary, value))
+        value = plainly(torch.Tensor.detach, (), (x,))
+        moved = plainly(redistributed, (), (source, source._spec, dst, vary, value))
         x._passed_by = True
     else:
-        moved = _impl(redistributed, (), (x, src, dst, vary, None))
+        moved = plainly(redistributed, (), (x, src, dst, vary, None))
     return remember(x, dst, vary, moved)
 
 
 def _source(x: Any) -> Any:
     """Return the source of ``x`` if its gradient may bypass ``x``: both are unchanged, and nobody watches ``x``."""
     source, version, before, graph = x._moved_from
-    same = version == _impl(_version, (), (x,)) and before == _impl(_version, (), (source,))
-    if same and graph is _impl(_grad_fn, (), (source,)) and _impl(_requires_grad, (), (source,)) and not watched(x):
+    same = version == plainly(get_version, (), (x,)) and before == plainly(get_version, (), (source,))
+    if (
+        same
+        and graph is plainly(get_grad_fn, (), (source,))
+        and plainly(get_requires_grad, (), (source,))
+        and not watched(x)
+    ):
         return source
     return None
 
 
 def moved_from(moved: Any, source: Any) -> None:
     """Record that ``moved`` is ``source`` in another layout, so that moving it again moves its gradient only once."""
-    graph = _impl(_grad_fn, (), (source,))
-    moved._moved_from = source, _impl(_version, (), (moved,)), _impl(_version, (), (source,)), graph
+    graph = plainly(get_grad_fn, (), (source,))
+    moved._moved_from = source, plainly(get_version, (), (moved,)), plainly(get_version, (), (source,)), graph

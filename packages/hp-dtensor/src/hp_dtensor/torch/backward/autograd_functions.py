@@ -44,10 +44,13 @@ from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.compile.overrides import compiler as _compiler
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, wrap
 from hp_dtensor.torch.views.moved_view import MovedView
+from hp_platform.torch.internals import (
+    plainly,
+    torch_function_enabled,
+    variable_functions,
+    with_torch_function,
+)
 
-_impl: Any = torch._C._disabled_torch_function_impl
-_enabled = torch._C._is_torch_function_enabled
-_on: Any = torch._C._EnableTorchFunction
 _Function: Any = torch.autograd.Function
 _apply: Any = vars(_Function)["apply"].__func__
 T = torch.Tensor
@@ -73,7 +76,7 @@ def _laid_out(value: Any, spec: TensorSpec | None) -> Any:
     if spec is None or not isinstance(value, T) or isinstance(value, DTensor):
         return value
     with torch.enable_grad():  # it is off in backward, but the view must require gradients if the value does
-        return wrap(_impl(T.view_as, (), (value, value)), spec)
+        return wrap(plainly(T.view_as, (), (value, value)), spec)
 
 
 class _Context:
@@ -95,7 +98,7 @@ def _all_laid_out(values: Sequence[Any], specs: Sequence[TensorSpec | None]) -> 
 # ---- applying ----
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``autograd.Function.apply`` if an argument is a DTensor: Note [Custom autograd functions]."""
-    if _enabled() and any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
+    if torch_function_enabled() and any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
         local = _compiler._is_compiling_flag or cls.__module__.startswith("torch._functorch")  # compiled graphs
         if not local:
             return _apply_to_dtensors(cls, args, kwargs)
@@ -144,7 +147,7 @@ def _subclass(cls: Any) -> Any:
         call.arguments = [_spec(value) for value in operands]
         if combined:
             args[0]._call = call
-        with _on():
+        with with_torch_function():
             out = cls.forward(*args, **kwargs)
             for value in out if isinstance(out, tuple) else (out,):
                 _check_result(cls, value)
@@ -153,7 +156,7 @@ def _subclass(cls: Any) -> Any:
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
         ctx._call = _running[-1]
-        with _on():
+        with with_torch_function():
             return cls.setup_context(ctx, inputs, output)
 
     name = "backward" if cls.vjp is _Function.vjp else "vjp"
@@ -187,7 +190,7 @@ def _backward(cls: Any, backward: Any) -> Callable[..., Any]:
         if getattr(cls, "boxed_grads_call", False):
             [grads] = grads
         global_grads = [whole_gradient(grad, spec) for grad, spec in zip(grads, results, strict=True)]
-        with _on():
+        with with_torch_function():
             gradients = (
                 plain(ctx, global_grads) if getattr(cls, "boxed_grads_call", False) else plain(ctx, *global_grads)
             )
@@ -204,7 +207,7 @@ def whole_gradient(grad: Any, spec: TensorSpec | None) -> Any:
         return grad
     gradient, parts = autograd.grad_spec(spec), tuple(placement.is_partial() for placement in spec.placements)
     local = autograd.of_parts(grad, gradient, parts)
-    whole: Any = wrap(_impl(T.view_as, (), (local, local)), gradient)
+    whole: Any = wrap(plainly(T.view_as, (), (local, local)), gradient)
     whole._holds = grad  # as for hooks: `hp_dtensor.torch.backward.engine.on_local_gradient`
     return whole
 
@@ -365,11 +368,6 @@ def refuse(transform: str, x: DTensor) -> NoReturn:
     )
 
 
-def is_wrapped(x: torch.Tensor) -> bool:
-    """Tell whether a transform wrapped ``x``."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # type: ignore[attr-defined]
-
-
 def _watched(wrapping: Callable[..., Any], transform: str) -> Callable[..., Any]:
     @functools.wraps(wrapping)
     def look(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -395,5 +393,4 @@ def _dual(func: Any, args: Any, kwargs: Any) -> NoReturn:
 
 def special() -> dict[Any, Any]:
     """Return the handlers of the functions that create and unpack dual tensors."""
-    names: Any = torch._C._VariableFunctions  # type: ignore[attr-defined]
-    return {getattr(names, name): _dual for name in _FORWARD.split() if hasattr(names, name)}
+    return {getattr(variable_functions, name): _dual for name in _FORWARD.split() if hasattr(variable_functions, name)}

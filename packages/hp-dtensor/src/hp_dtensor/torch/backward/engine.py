@@ -28,11 +28,17 @@ from hp_dtensor.torch.backward import autograd
 from hp_dtensor.torch.backward.autograd_functions import going_on
 from hp_dtensor.torch.dtensor import DTensor, local_of, local_view, redistribute, wrap
 from hp_platform import collectives, get_platform
+from hp_platform.torch.internals import (
+    backward_id,
+    current_fake_mode,
+    current_transform,
+    engine_will_run,
+    get_is_leaf,
+    get_requires_grad,
+    plainly,
+    transforms_active,
+)
 
-_backward_id = torch._C._current_graph_task_id
-_transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
-_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
-_will_run = torch._C._will_engine_execute_node
 _engine = graph._engine_run_backward
 _root_leaves: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 marks: list[Callable[[], Iterable[Mark]]] = []
@@ -64,14 +70,14 @@ class Mark:
 def will_run(node: Any) -> bool:
     """Tell whether the pass under way comes to a leaf's node, as `torch.autograd.graph.get_gradient_edge` gives it."""
     try:
-        return _will_run(node)
+        return engine_will_run(node)
     except RuntimeError:  # it is an input of torch.autograd.grad
         return True
 
 
 def _apart() -> bool:
     """Tell whether a pass that begins is a part of another one, as a checkpoint's, or of a trace, without values."""
-    return _backward_id() != -1 or _transform() is not None or _mode(_FAKE) is not None
+    return backward_id() != -1 or current_transform() is not None or current_fake_mode() is not None
 
 
 def run(outputs: Any, gradients: Any, retain: bool, create: bool, inputs: Any, *rest: Any, **options: Any) -> Any:
@@ -100,10 +106,7 @@ def install_graph_tasks() -> None:
     torch.autograd._engine_run_backward = graph._engine_run_backward = run
 
 
-_impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
-_requires_grad = T.requires_grad.__get__  # type: ignore[attr-defined]
-_is_leaf = T.is_leaf.__get__  # type: ignore[attr-defined]
 _BACKWARD = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
 _GRAD = (
     "outputs",
@@ -133,7 +136,7 @@ def backward_of(
     Raises:
         RuntimeError: no gradient for a root of several elements, or a gradient of another shape.
     """
-    if inputs is not None or self._spec.partial or torch._C._are_functorch_transforms_active():
+    if inputs is not None or self._spec.partial or transforms_active():
         backward(None, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
         return
     run(
@@ -254,7 +257,7 @@ def _roots(tensors: Any, gradients: Any) -> tuple[tuple[Any, ...], tuple[Any, ..
     Raises:
         RuntimeError: a transform of ``torch.func`` is active, or a gradient is missing or of another shape.
     """
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         raise RuntimeError(
             "backward of a DTensor inside a transform of torch.func is not supported: transforms don't see DTensors."
             " Call torch.autograd.grad outside of it"
@@ -278,8 +281,8 @@ def _start(index: int, tensor: DTensor, gradient: Any) -> Any:
     """Return the local tensor of the gradient that backward starts from."""
     spec = tensor._spec
     if type(gradient) is DTensor and gradient._spec is spec and not spec.partial:
-        in_graph = _impl(_requires_grad, (), (gradient,))
-        return _impl(T.view_as, (), (gradient, gradient)) if in_graph else local_view(gradient)
+        in_graph = plainly(get_requires_grad, (), (gradient,))
+        return plainly(T.view_as, (), (gradient, gradient)) if in_graph else local_view(gradient)
     if gradient is None:
         if not tensor.requires_grad:
             return None
@@ -288,7 +291,7 @@ def _start(index: int, tensor: DTensor, gradient: Any) -> Any:
                 f"grad can be implicitly created only for scalar outputs, output {index} is a DTensor of shape"
                 f" {tuple(spec.shape)}"
             )
-        return _impl(torch.ones_like, (), (tensor,))
+        return plainly(torch.ones_like, (), (tensor,))
     if isinstance(gradient, DTensor):
         if gradient._spec.shape != spec.shape:
             raise RuntimeError(
@@ -343,7 +346,7 @@ def on_local_gradient(tensor: DTensor, hook: Callable[[Any], Any]) -> Callable[[
             another tensor's that of now.
         hook: a function of the gradient that returns None or its replacement.
     """
-    leaf, owner, now = _impl(_is_leaf, (), (tensor,)), weakref.ref(tensor), tensor._spec
+    leaf, owner, now = plainly(get_is_leaf, (), (tensor,)), weakref.ref(tensor), tensor._spec
 
     def call(grad: torch.Tensor) -> Any:
         there, local = owner(), local_of(grad)
@@ -384,7 +387,7 @@ def give_node(leaf: DTensor) -> None:
         )
     if "_node_taken" not in leaf.__dict__:
         leaf._node_taken = True  # type: ignore[attr-defined]
-        _impl(T.register_hook, (), (leaf, on_local_gradient(leaf, lambda grad: None)))
+        plainly(T.register_hook, (), (leaf, on_local_gradient(leaf, lambda grad: None)))
     autograd.refuse_bypassing(
         leaf,
         "the gradient edge, or a hook of the graph node,",
@@ -404,7 +407,7 @@ def unscale(func: Any, args: Any, kwargs: Any) -> None:
     """
     bound = {**dict(zip(("self", "found_inf", "inv_scale"), args, strict=False)), **kwargs}
     gradients, found_inf = bound["self"], bound["found_inf"]
-    _impl(func, (), (gradients, found_inf, bound["inv_scale"]))
+    plainly(func, (), (gradients, found_inf, bound["inv_scale"]))
     meshes = dict.fromkeys(each._spec.mesh for each in gradients if isinstance(each, DTensor))
     for mesh in meshes:
         device = "cpu" if mesh.device_type == "cpu" else get_platform().devices.current_device()

@@ -32,9 +32,9 @@ from hp_dtensor.torch.compile.overrides import Override
 from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.views.moved_view import MovedView
+from hp_platform.torch.internals import without_torch_function
 
 T = torch.Tensor
-_off: Any = torch._C.DisableTorchFunctionSubclass
 
 
 def traces_as(function: Any) -> Callable[[Any], Any]:
@@ -131,7 +131,7 @@ def _answer(kind: str, func: Any, args: Any, kwargs: Any) -> Any:
             "torch.compile: dropout of a DTensor is not traced; call it on the local tensor (to_local), or outside of"
             " the compiled region"
         )
-    with _off():
+    with without_torch_function():
         out = func(*args, **kwargs)
     return _wrap(out, x._spec) if kind == "same" else out
 

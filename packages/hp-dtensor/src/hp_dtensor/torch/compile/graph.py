@@ -30,9 +30,9 @@ from hp_dtensor.torch.ops.dispatching import dispatch, special
 from hp_dtensor.torch.ops.dispatching.calls import writes_first
 from hp_dtensor.torch.views.moved_view import VIEWS
 from hp_platform.extend import list_leaves
+from hp_platform.torch.internals import without_torch_function
 
 T = torch.Tensor
-_off: Any = torch._C.DisableTorchFunctionSubclass
 HOLE = "<the next tensor of the call>"
 
 
@@ -266,7 +266,7 @@ def laid_out(mesh: Any, encoded: Any, local: Any, shape: Any, watched: bool) -> 
 def execute(name: str, *operands: torch.Tensor) -> Any:
     """Return the local tensor of a planned call."""
     call = _calls[name]
-    with _off():
+    with without_torch_function():
         for operand, spec in zip(operands, call.operands, strict=True):
             operand._spec = spec  # type: ignore[attr-defined]
         tensors = iter(operands)
@@ -275,14 +275,14 @@ def execute(name: str, *operands: torch.Tensor) -> Any:
 
 def local(x: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of what goes into the graph, which may be a DTensor there."""
-    with _off():
+    with without_torch_function():
         return x.view_as(x)
 
 
 def move(name: str, source: str, target: str, x: torch.Tensor) -> torch.Tensor:
     """Redistribute; ``name`` tells of which kind."""
     src, dst = spec_named(source), spec_named(target)
-    with _off():
+    with without_torch_function():
         if src is dst:
             return x.view_as(x)
         if name == "shared":
@@ -293,7 +293,7 @@ def move(name: str, source: str, target: str, x: torch.Tensor) -> torch.Tensor:
 
 def vary(layout: str, vary: Any, x: torch.Tensor) -> torch.Tensor:
     """Return a local tensor that varies on these axes from here on."""
-    with _off():
+    with without_torch_function():
         x._spec = spec_named(layout)  # type: ignore[attr-defined]
         return autograd.convert(x, spec_named(layout), vary)
 

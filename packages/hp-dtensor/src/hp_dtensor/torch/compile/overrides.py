@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch._guards
 
 
 class _Tracing:
@@ -18,8 +19,7 @@ class _Tracing:
 
     @property
     def _is_compiling_flag(self) -> bool:
-        guards: Any = torch._guards  # type: ignore[attr-defined]
-        return guards.TracingContext.try_get() is not None
+        return torch._guards.TracingContext.try_get() is not None
 
 
 compiler: Any = torch.compiler if hasattr(torch.compiler, "_compile_session_context") else _Tracing()

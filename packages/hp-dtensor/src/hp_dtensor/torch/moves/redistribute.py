@@ -28,6 +28,7 @@ from hp_dtensor.layout.sharding import ragged_of
 from hp_dtensor.redistribution.executor import Arrays, cuts_of, run_of
 from hp_dtensor.redistribution.steps import Cut, Slice
 from hp_platform import get_platform
+from hp_platform.torch.internals import without_torch_function
 
 OVERLAPPED = 1 << 20
 """From so many bytes a rank holds on, an all-to-all that packs leaves a rank's own piece out."""
@@ -227,7 +228,7 @@ def execute(local: torch.Tensor, spec_from: TensorSpec, spec_to: TensorSpec) -> 
     program = PROGRAMS.get((spec_from, spec_to))
     if program is None:
         program = program_of(spec_from, spec_to, _runner)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         local = _detach(local)
         if type(local) is not torch.Tensor:
             return _in_graph(local, spec_from, spec_to)

@@ -37,8 +37,7 @@ from hp_dtensor.torch.moves.redistribute import as_movable, execute
 from hp_dtensor.torch.views.kept import drop
 from hp_platform import get_platform
 from hp_platform.extend import list_leaves, when_groups_end
-
-_impl: Any = torch._C._disabled_torch_function_impl
+from hp_platform.torch.internals import plainly, torch_function_enabled, without_torch_function
 
 
 class _InDtypes(torch.autograd.Function):
@@ -75,8 +74,8 @@ def redistribute_in(
     if spec is x._spec:  # nothing is sent
         cast: Any = x if forward_dtype is None else x.to(forward_dtype)
         return redistribute(cast, spec)
-    with torch._C.DisableTorchFunctionSubclass():
-        local = _impl(torch.Tensor.view_as, (), (x, x))
+    with without_torch_function():
+        local = plainly(torch.Tensor.view_as, (), (x, x))
         return wrap(_InDtypes.apply(local, x._spec, spec, forward_dtype, backward_dtype), spec)
 
 
@@ -102,7 +101,7 @@ class PendingDTensor(DTensor):
 def possible(x: DTensor) -> bool:
     """Tell whether something can run beside the current stream on the device of ``x``, here."""
     devices = get_platform().devices
-    return devices.capabilities.streams and x.device.type == devices.kind and torch._C._is_torch_function_enabled()
+    return devices.capabilities.streams and x.device.type == devices.kind and torch_function_enabled()
 
 
 def aside(x: DTensor, run: Callable[[], DTensor]) -> DTensor:
@@ -150,7 +149,7 @@ def finish(x: torch.Tensor) -> None:
 
 def _keep(x: torch.Tensor, stream: Any) -> None:
     """Keep the memory of ``x``, even if it is freed, until the work queued on ``stream`` has used it."""
-    _impl(torch.Tensor.record_stream, (), (x, stream))
+    plainly(torch.Tensor.record_stream, (), (x, stream))
 
 
 @cache
@@ -200,8 +199,8 @@ def relayout(
         return wrap(result, TensorSpec.of(mesh, target, have.shape))
     plan_transfer(Layout.of(have.mesh, have.placements), Layout.of(mesh, target), have.shape)  # for its errors
     spec = TensorSpec.of(mesh, target, have.shape)
-    with torch._C.DisableTorchFunctionSubclass():
-        return wrap(_move(_impl(torch.Tensor.view_as, (), (x, x)), have, spec), spec)
+    with without_torch_function():
+        return wrap(_move(plainly(torch.Tensor.view_as, (), (x, x)), have, spec), spec)
 
 
 class _Transfer(torch.autograd.Function):
@@ -247,7 +246,7 @@ def execute_transfer(local: torch.Tensor, src: TensorSpec, dst: TensorSpec) -> t
     Raises:
         ValueError: if placements don't fit, or ``local`` has another shape than ``src`` says; before anything is sent.
     """
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with without_torch_function(), torch.no_grad():
         local = local.detach()
         if tuple(local.shape) != tuple(src.local_shape):
             raise ValueError(

@@ -13,6 +13,7 @@ from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.ops.dispatching.calls import functions_of, tensors_of
 from hp_dtensor.torch.ops.functions import bind
 from hp_dtensor.torch.ops.whole import on_whole
+from hp_platform.torch.internals import getter
 
 __all__ = ["special"]
 
@@ -371,7 +372,7 @@ def special() -> dict[Any, Handler]:
     for function in (addmm, addmv, addr, baddbmm, addbmm):
         table[getattr(T, f"{function.__name__}_")] = _in_place(function)
     for name in ("H", "mH"):
-        table[getattr(T, name).__get__] = _handler(lambda x: x.transpose(-2, -1).conj() if x.dim() else x)
+        table[getter(name)] = _handler(lambda x: x.transpose(-2, -1).conj() if x.dim() else x)
     table[T.__rmatmul__] = _handler(lambda x, other: torch.matmul(other, x))
     table.update(dict.fromkeys(functions_of("repeat_interleave"), _repeat_interleave))
     table.update(dict.fromkeys(functions_of("interpolate upsample upsample_nearest upsample_bilinear"), interpolate))

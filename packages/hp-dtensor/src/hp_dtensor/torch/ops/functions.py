@@ -21,6 +21,7 @@ from hp_dtensor.rules.planning import Binding, binding_of
 from hp_dtensor.torch.ops import local
 from hp_dtensor.torch.ops.dispatching.calls import functions_of
 from hp_platform.torch import heavy
+from hp_platform.torch.internals import getter, nn_functions
 
 if TYPE_CHECKING:
     from hp_dtensor.rules.planning import Call
@@ -159,8 +160,7 @@ def _bind_pointwise() -> None:
     bind("copy", "clone contiguous positive alias __pos__")
     bind("linear_unary", "neg_ negative_ conj_physical_", in_place=True)
     bind("pointwise", "fill_ zero_", in_place=True, solve=local.solve, local=local.fill)
-    internal: Any = torch._C
-    for wrapper, kernel in ((F.silu, internal._nn.silu), (F.relu, torch.relu)):
+    for wrapper, kernel in ((F.silu, nn_functions.silu), (F.relu, torch.relu)):
         bind("pointwise", wrapper, local=local.unwrapped(kernel))
     bind("pointwise", "float double half bfloat16 cfloat cdouble chalf type", like=True)
     bind("to", "to cpu cuda", like=True, arguments=local.to_arguments)
@@ -258,7 +258,7 @@ def _bind_moves() -> None:
     bind("permute", "swapaxes", "input axis0 axis1", "input", arguments=local.transpose_arguments)
     bind("permute", "movedim moveaxis", "input source destination", "input", arguments=local.movedim_arguments)
     bind("permute", "t adjoint", arguments=local.reverse_arguments)
-    bind("permute", [T.T.__get__, T.mT.__get__], arguments=local.reverse_arguments)  # type: ignore[attr-defined]
+    bind("permute", [getter("T"), getter("mT")], arguments=local.reverse_arguments)
     bind("expand", "expand broadcast_to", local=local.expand)
     bind("cat", "cat concat concatenate", "tensors dim=0", "tensors")
     bind("stack", "stack", "tensors dim=0", "tensors")

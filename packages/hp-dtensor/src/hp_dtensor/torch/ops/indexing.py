@@ -31,8 +31,8 @@ from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.ops.dispatching.dispatch import replicate_plain, write_into_plain
 from hp_dtensor.torch.ops.functions import bind
 from hp_dtensor.torch.ops.whole import on_whole
+from hp_platform.torch.internals import plainly, without_torch_function
 
-_impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 _HERE = ("tensor",)
 """Stands for a tensor in the index: the tensors come after it, as operands."""
@@ -273,7 +273,7 @@ def _fill(x: DTensor, mask: DTensor, value: Any) -> None:
     spec = x._spec
     whole: Any = mask.bool().reshape(*mask.shape, *(1,) * (x.dim() - mask.dim())).expand(spec.shape)
     here = local_view(whole.redistribute(placements=_cut_alone(spec).placements))
-    _impl(T.masked_fill_, (), (x, here, _written(value, spec)))
+    plainly(T.masked_fill_, (), (x, here, _written(value, spec)))
 
 
 def _write(x: DTensor, items: Items, value: Any) -> None:
@@ -299,9 +299,9 @@ def _cut_otherwise(spec: TensorSpec) -> bool:
 
 def _copy(x: DTensor, items: Items, value: Any) -> None:
     if any(isinstance(item, (T, list, bool)) for item in items):  # no view
-        _impl(T.__setitem__, (), (x, items, value))
+        plainly(T.__setitem__, (), (x, items, value))
         return
-    with torch._C.DisableTorchFunctionSubclass():  # autograd looks at x where its view is written to
+    with without_torch_function():  # autograd looks at x where its view is written to
         place = x[items]
         if not isinstance(value, T):
             place.fill_(value)
@@ -385,7 +385,7 @@ def _scatter(x: DTensor, items: Items, value: Any) -> None:
         value = value.expand(taken.shape).reshape(-1)[here].to(x.dtype)
     else:
         value = torch.full((), value, dtype=x.dtype, device=x.device)
-    _impl(T.index_put_, (), (x, torch.unravel_index(at[here], mine.shape), value))
+    plainly(T.index_put_, (), (x, torch.unravel_index(at[here], mine.shape), value))
 
 
 # ---- what an index takes ----

@@ -20,6 +20,7 @@ from hp_dtensor.torch.ops.dispatching import dispatch
 from hp_dtensor.torch.ops.whole import on_whole
 from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
 from hp_platform import get_platform
+from hp_platform.torch.internals import get_version, plainly
 
 
 def of_each(tensors: list[Any], order: float, dtype: Any = None) -> list[Any]:
@@ -128,8 +129,6 @@ def _is_scalar(tensor: Any) -> bool:
     return not isinstance(tensor, DTensor) or tensor._spec.replicated
 
 
-_impl: Any = torch._C._disabled_torch_function_impl
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _PREFIX = "_foreach_"
 T = torch.Tensor
 
@@ -152,10 +151,10 @@ def each(func: Any, args: Any, kwargs: Any) -> Any:
     specs = (tensor._spec for tensor in first if isinstance(tensor, DTensor))
     if func.__name__.endswith("_") and any(spec.thin and not spec.ragged for spec in specs):
         refuse_overlaps_of_call(func, args, kwargs)
-    writes = func.__name__.endswith("_") and first and not _impl(T.is_inference, (), (first[0],))
-    before = _impl(_version, (), (first[0],)) if writes else None
-    out = _impl(func, (), args, kwargs)
-    if writes and before == _impl(_version, (), (first[0],)):  # torch_npu's kernels for lists don't count it
+    writes = func.__name__.endswith("_") and first and not plainly(T.is_inference, (), (first[0],))
+    before = plainly(get_version, (), (first[0],)) if writes else None
+    out = plainly(func, (), args, kwargs)
+    if writes and before == plainly(get_version, (), (first[0],)):  # torch_npu's kernels for lists don't count it
         for written in lists[:1] if func.__name__.startswith(_PREFIX) else lists:
             torch.autograd.graph.increment_version(written)
     if isinstance(out, (list, tuple)):

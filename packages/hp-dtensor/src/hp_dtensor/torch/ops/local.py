@@ -18,6 +18,7 @@ from hp_dtensor.rules.arguments import adds_bias, expanded, ints, is_full, kept,
 from hp_dtensor.rules.factors import NoLegalPlacement, Solution
 from hp_dtensor.rules.library import dims_argument
 from hp_platform import get_platform
+from hp_platform.torch.internals import getter
 
 if TYPE_CHECKING:
     from hp_dtensor.rules.planning import Call
@@ -55,7 +56,7 @@ def movedim_arguments(call: Call) -> dict[str, Any]:
 
 def reverse_arguments(call: Call) -> dict[str, Any]:
     order = list(range(_ndim(call)))
-    if call.func in (T.T.__get__,):  # type: ignore[attr-defined]
+    if call.func == getter("T"):
         order.reverse()
     elif len(order) > 1:
         order[-1], order[-2] = order[-2], order[-1]

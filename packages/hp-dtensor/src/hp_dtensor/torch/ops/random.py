@@ -22,8 +22,8 @@ from hp_dtensor.torch.dtensor import DTensor, wrap
 from hp_dtensor.torch.moves.redistribute import execute
 from hp_platform import get_platform
 from hp_platform.extend import reduce_numbers, when_groups_end
+from hp_platform.torch.internals import plainly, without_torch_function
 
-_impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 _replicate = Replicate()
 _compared: set[DeviceMesh] = set()
@@ -67,13 +67,13 @@ def fill(func: Any, args: Any, kwargs: Any) -> Any:
             f"{func.__name__} on a DTensor placed {x._spec.placements}: a partial value can't be drawn;"
             " reduce_partial() first"
         )
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), without_torch_function():
         drawn = draw(x._spec, x, lambda global_tensor: func(global_tensor, *args, **kwargs))
     return _copy_into(x, drawn)
 
 
 def _copy_into(x: DTensor, local: torch.Tensor) -> DTensor:
-    _impl(T.copy_, (), (x, local))
+    plainly(T.copy_, (), (x, local))
     return x
 
 
@@ -97,11 +97,11 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     if p == 1.0:
         dropped = x * 0.0
     else:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), without_torch_function():
             noise = draw(x._spec, x, lambda global_tensor: global_tensor.bernoulli_(1 - p))
             noise.div_(1 - p)
         # plain noise: checkpointing compares what is saved by its shape, and a DTensor has two
-        dropped = wrap(_impl(T.mul, (), (x, noise)), x._spec)
+        dropped = wrap(plainly(T.mul, (), (x, noise)), x._spec)
     return x.copy_(dropped) if bound["inplace"] else dropped
 
 
@@ -125,7 +125,7 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
             bounds = [*args[1:], *(kwargs[bound] for bound in ("low", "high") if bound in kwargs)]
             global_tensor.random_(*(bounds if len(bounds) == 2 else (0, bounds[0])))
 
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), without_torch_function():
         drawn = draw(spec, template, fill_whole)
     return wrap(drawn, spec).requires_grad_(requires_grad)
 

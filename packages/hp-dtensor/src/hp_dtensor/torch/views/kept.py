@@ -21,11 +21,8 @@ from typing import Any
 import torch
 
 from hp_dtensor.layout.spec import TensorSpec
+from hp_platform.torch.internals import get_is_leaf, get_requires_grad, get_version, plainly
 
-_impl: Any = torch._C._disabled_torch_function_impl
-_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _NONE: Any = MappingProxyType({})
 HANDED_OUT: Any = MappingProxyType({"handed out": None})
 """Marks a tensor that may be written without a change of its version counter: nothing is stored for it."""
@@ -45,17 +42,17 @@ def recall(x: Any, dst: TensorSpec, vary: Any) -> Any:
     if entry is None:
         return None
     value, version, after = entry
-    return value if version == _impl(_version, (), (x,)) and after == _impl(_version, (), (value,)) else None
+    return value if version == plainly(get_version, (), (x,)) and after == plainly(get_version, (), (value,)) else None
 
 
 def remember(x: Any, dst: TensorSpec, vary: Any, value: Any) -> Any:
     """Store ``value``, which is ``x`` in layout ``dst``, where that is sound: Note [One sum for q, k and v]."""
     stored = x.__dict__.get("_reads")
-    if stored is HANDED_OUT or _impl(_is_leaf, (), (x,)):
+    if stored is HANDED_OUT or plainly(get_is_leaf, (), (x,)):
         return value
     if stored is None:
         stored = x._reads = {}
-    stored[dst, vary] = value, _impl(_version, (), (x,)), _impl(_version, (), (value,))
+    stored[dst, vary] = value, plainly(get_version, (), (x,)), plainly(get_version, (), (value,))
     return value
 
 
@@ -63,10 +60,10 @@ def recall_shared(x: torch.Tensor, dst: TensorSpec, src: TensorSpec | None) -> A
     """Return what ``remember_shared`` stored for ``x``, or None if there is nothing or either was written to since."""
     if not _is_recorded(x):
         return None
-    version = _impl(_version, (), (x,))
+    version = plainly(get_version, (), (x,))
     for source, layout, from_layout, value, then, after in _shared:
         if source is x and layout is dst and from_layout is src and then == version:
-            if after == _impl(_version, (), (value,)):
+            if after == plainly(get_version, (), (value,)):
                 return value
     return None
 
@@ -74,7 +71,7 @@ def recall_shared(x: torch.Tensor, dst: TensorSpec, src: TensorSpec | None) -> A
 def remember_shared(x: torch.Tensor, dst: TensorSpec, src: TensorSpec | None, value: Any) -> Any:
     """Store ``value``, the DTensor in layout ``dst`` of ``x``, a DTensor or a plain local tensor of layout ``src``."""
     if _is_recorded(x) and x.__dict__.get("_reads") is not HANDED_OUT:
-        _shared.insert(0, (x, dst, src, value, _impl(_version, (), (x,)), _impl(_version, (), (value,))))
+        _shared.insert(0, (x, dst, src, value, plainly(get_version, (), (x,)), plainly(get_version, (), (value,))))
         del _shared[_MOST_SHARED:]
     return value
 
@@ -93,4 +90,4 @@ def stop_keeping(x: Any) -> None:
 
 def _is_recorded(x: Any) -> bool:
     """Tell whether ``x`` is inside a graph that is being recorded."""
-    return torch.is_grad_enabled() and _impl(_requires_grad, (), (x,)) and not _impl(_is_leaf, (), (x,))
+    return torch.is_grad_enabled() and plainly(get_requires_grad, (), (x,)) and not plainly(get_is_leaf, (), (x,))

@@ -35,10 +35,19 @@ from hp_dtensor.torch.views.kept import HANDED_OUT
 from hp_dtensor.torch.views.overlaps import refuse_overlaps_of_call
 from hp_dtensor.torch.views.strides import note, on_one_device, storage_of
 from hp_platform.extend import list_leaves
+from hp_platform.torch.internals import (
+    get_base,
+    get_data,
+    get_is_leaf,
+    get_requires_grad,
+    get_version,
+    getter,
+    plainly,
+    torch_function_enabled,
+    without_torch_function,
+)
 
-_impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
-_version = T._version.__get__  # type: ignore[attr-defined]
 _ASKING = frozenset("__get__ __hash__ __len__ size dim numel stride is_contiguous element_size".split())
 """Functions that read no value."""
 
@@ -66,10 +75,10 @@ class PartOfView(torch.Tensor):
                     f"{name}: {_shown(part)}, and the DTensor of which it is a view was written to since; call"
                     " to_local() of the view again, or clone() the local tensor before the write"
                 )
-        if any(kind is not PartOfView and kind.__torch_function__ is not _impl for kind in types):
+        if any(kind is not PartOfView and kind.__torch_function__ is not plainly for kind in types):
             # A DTensor treats plain tensors as replicated, or refuses them.
             return func(*_plain(args), **_plain(kwargs))
-        out = _impl(func, types, args, kwargs)
+        out = plainly(func, types, args, kwargs)
         for result in list_leaves(out):
             for part in parts:
                 if type(result) is T and storage_of(result)._cdata == storage_of(part)._cdata:
@@ -77,10 +86,10 @@ class PartOfView(torch.Tensor):
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return copy.deepcopy(_impl(T.view_as, (), (self, self)), memo)
+        return copy.deepcopy(plainly(T.view_as, (), (self, self)), memo)
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        return _impl(T.view_as, (), (self, self)).__reduce_ex__(proto)
+        return plainly(T.view_as, (), (self, self)).__reduce_ex__(proto)
 
 
 def part_of(view: Any, part: torch.Tensor) -> PartOfView:
@@ -105,7 +114,7 @@ def _is_stale(view: Any) -> bool:
         return _is_stale(link.source)
     if storage_of(link.source)._cdata != link.storage._cdata:  # the view stays on the old storage
         return False
-    counted = link.version is not None and link.version != _impl(_version, (), (link.source,))
+    counted = link.version is not None and link.version != plainly(get_version, (), (link.source,))
     return counted or _is_stale(link.source)
 
 
@@ -115,12 +124,12 @@ def whole_of(part: torch.Tensor) -> tuple[Any, torch.Tensor]:
 
 
 def _shown(part: Any) -> str:
-    return f"the local tensor of shape {tuple(_impl(T.size, (), (part,)))} is of a view that had to be redistributed"
+    return f"the local tensor of shape {tuple(plainly(T.size, (), (part,)))} is of a view that had to be redistributed"
 
 
 def _plain(value: Any) -> Any:
     if type(value) is PartOfView:
-        return _impl(T.view_as, (), (value, value))
+        return plainly(T.view_as, (), (value, value))
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     return {name: _plain(item) for name, item in value.items()} if type(value) is dict else value
@@ -129,12 +138,6 @@ def _plain(value: Any) -> Any:
 def _parts(value: Any) -> Iterator[PartOfView]:
     return (each for each in list_leaves(value) if type(each) is PartOfView)
 
-
-_enabled = torch._C._is_torch_function_enabled
-_requires_grad = T.requires_grad.__get__  # type: ignore[attr-defined]
-_is_leaf = T.is_leaf.__get__  # type: ignore[attr-defined]
-_base = T._base.__get__  # type: ignore[attr-defined]
-_data = T.data.__get__  # type: ignore[attr-defined]
 
 WHOLE = frozenset(functions_of("view reshape flatten unflatten squeeze unsqueeze ravel view_as reshape_as"))
 """Views of all elements in their order."""
@@ -160,7 +163,7 @@ VIEWS = frozenset(
             view_as_real view_as_complex real imag detach hsplit vsplit dsplit alias"""
         ),
         *(T.__getitem__, T.unfold, torch.ops.aten.slice, torch.ops.aten.slice.Tensor),
-        *(getattr(T, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")),
+        *(getter(name) for name in ("T", "mT", "H", "mH", "real", "imag")),
     ]
 )
 """Functions that return views of one tensor on a single device."""
@@ -211,7 +214,7 @@ class MovedView(DTensor):
     @property
     def data(self) -> torch.Tensor:
         result: Any = DTensor.data.fget(self)  # type: ignore[attr-defined]
-        return shares(result, self) if _enabled() else result
+        return shares(result, self) if torch_function_enabled() else result
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -285,9 +288,9 @@ def linked(out: Any, source: Any, func: Any, args: Any, kwargs: Any, metas: Sequ
 
 def _linked(x: Any, source: Any, func: Any, args: Any, kwargs: Any, which: int | None, out: Any) -> Any:
     spec = x._spec
-    if _impl(_requires_grad, (), (x,)) and func not in _EXPANDING:
+    if plainly(get_requires_grad, (), (x,)) and func not in _EXPANDING:
         # its own memory: autograd forbids writes to one of several views, and to a view that a function returned
-        x = _impl(T.clone, (), (x,))
+        x = plainly(T.clone, (), (x,))
     take, put = _ways(source, func, args, kwargs, which, out)
     x.__class__ = MovedView
     x.__dict__["_spec"] = spec
@@ -388,7 +391,7 @@ def _index(source: Any, func: Any, args: Any, kwargs: Any, which: int | None, ou
 # ---- following and writing ----
 def _follow(view: Any) -> None:
     """Take ``view`` again if its source was, or may have been, written to since."""
-    if not _enabled() or type(view) is not MovedView:
+    if not torch_function_enabled() or type(view) is not MovedView:
         return
     link: _Link = view.__dict__["_link"]
     source = link.source
@@ -415,25 +418,25 @@ def _follow(view: Any) -> None:
         taken = link.take(source)
         taken.__class__ = DTensor  # read once, now
         value = taken if taken._spec is spec else redistribute(taken, spec)
-        with torch._C.DisableTorchFunctionSubclass():
-            if seen and not (_is_leaf(view) and _requires_grad(view)):
+        with without_torch_function():
+            if seen and not (get_is_leaf(view) and get_requires_grad(view)):
                 T.copy_(view, value)
             else:
-                _data(view).copy_(value.detach())
+                get_data(view).copy_(value.detach())
     vars(view).pop("_reads", None)
     link.version = version
 
 
 def _is_handed_out(x: Any) -> bool:
     """Tell whether the memory of ``x``, or of the tensor of which it is a view, was exposed."""
-    base = _impl(_base, (), (x,))
+    base = plainly(get_base, (), (x,))
     of_base = base is not None and base.__dict__.get("_reads") is HANDED_OUT
     return of_base or x.__dict__.get("_reads") is HANDED_OUT
 
 
 def _may_write(view: Any) -> Any:
     """Return a context in which ``view`` may be written: an inference tensor only in inference mode."""
-    inference = _impl(T.is_inference, (), (view,)) and not torch.is_inference_mode_enabled()
+    inference = plainly(T.is_inference, (), (view,)) and not torch.is_inference_mode_enabled()
     return torch.inference_mode() if inference else contextlib.nullcontext()
 
 
@@ -452,7 +455,7 @@ def _pass_on(view: Any) -> None:
 
 def _counted(x: Any) -> int | None:
     """Return the version of ``x``; None for an inference tensor, which has none."""
-    return None if _impl(T.is_inference, (), (x,)) else _impl(_version, (), (x,))
+    return None if plainly(T.is_inference, (), (x,)) else plainly(get_version, (), (x,))
 
 
 def _writes(func: Any, view: Any, args: Any, kwargs: Any) -> bool:

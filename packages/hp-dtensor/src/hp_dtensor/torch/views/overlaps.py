@@ -21,10 +21,10 @@ import torch
 
 from hp_dtensor.torch.dtensor import DTensor
 from hp_dtensor.torch.ops.dispatching.calls import writes_first
-from hp_dtensor.torch.views.strides import same_memory, strides_of
+from hp_dtensor.torch.views.strides import strides_of
 from hp_platform.extend import list_leaves
+from hp_platform.torch.internals import plainly, same_memory
 
-_impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 _NOTES = frozenset(("_link", "_strides"))
 """Attributes of views that moved, and of tensors with recorded strides that are not contiguous."""
@@ -128,11 +128,11 @@ def _tensors(values: Any) -> tuple[Any, ...]:
 
 def _may_share(x: Any) -> bool:
     """Tell whether ``x`` may share memory with another tensor: a view does, an inference tensor might."""
-    return _impl(T._is_view, (), (x,)) or _impl(T.is_inference, (), (x,)) or "_link" in vars(x)
+    return plainly(T._is_view, (), (x,)) or plainly(T.is_inference, (), (x,)) or "_link" in vars(x)
 
 
 def _memory(x: Any) -> int:
-    return _impl(T.untyped_storage, (), (x,))._cdata
+    return plainly(T.untyped_storage, (), (x,))._cdata
 
 
 def _overlap(a: Any, b: Any) -> bool:
@@ -146,15 +146,15 @@ def _overlap(a: Any, b: Any) -> bool:
 
 
 def _geometry(x: Any) -> tuple[Any, ...]:
-    return x._spec.shape, x._spec.placements, _impl(T.stride, (), (x,)), _impl(T.storage_offset, (), (x,))
+    return x._spec.shape, x._spec.placements, plainly(T.stride, (), (x,)), plainly(T.storage_offset, (), (x,))
 
 
 def _at_first_index(x: Any) -> torch.Tensor:
     """Return the memory positions of the elements of ``x`` with index 0 in each sharded dim."""
     spec = x._spec
     sharded = {dim for p in spec.placements for dim in (getattr(p, "dims", None) or (getattr(p, "dim", None),))}
-    positions = torch.tensor([_impl(T.storage_offset, (), (x,))])
-    for dim, (size, stride) in enumerate(zip(spec.shape, _impl(T.stride, (), (x,)), strict=False)):
+    positions = torch.tensor([plainly(T.storage_offset, (), (x,))])
+    for dim, (size, stride) in enumerate(zip(spec.shape, plainly(T.stride, (), (x,)), strict=False)):
         steps = torch.arange(1 if dim in sharded else size) * stride
         positions = (positions[:, None] + steps).reshape(-1)
     return positions

@@ -9,16 +9,15 @@ import torch
 
 from hp_dtensor.layout.sharding import contiguous, global_strides
 from hp_dtensor.torch.backward.compat import without_modes
+from hp_platform.torch.internals import plainly, without_torch_function
 
-_impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
-same_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 """Tells whether two tensors, or the local tensors of DTensors, share a storage."""
 
 
 def local_strides(x: Any) -> tuple[int, ...]:
     """Return the strides of the local tensor."""
-    return _impl(T.stride, (), (x,))
+    return plainly(T.stride, (), (x,))
 
 
 def strides_of(x: Any) -> tuple[int, ...]:
@@ -85,5 +84,5 @@ def _asked_once(
 
 def storage_of(x: Any) -> Any:
     """Return the storage of a tensor or of a DTensor's local tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return x.untyped_storage()

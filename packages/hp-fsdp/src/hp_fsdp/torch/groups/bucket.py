@@ -28,16 +28,18 @@ from hp_fsdp.torch.groups.gradients import GradientBuffer
 from hp_fsdp.torch.groups.parameter import ManagedParameter, check_registered, find_registered, has_own_setattr
 from hp_platform import collectives, get_platform
 from hp_platform.torch.host import empty_on_host
+from hp_platform.torch.internals import (
+    get_device,
+    get_dtype,
+    get_grad,
+    get_requires_grad,
+    get_version,
+    set_versions,
+    without_torch_function,
+)
 
-_plain = torch._C.DisableTorchFunctionSubclass
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_versions = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
 FREED = 2**31 - 1
 """The version of a parameter that is freed."""
-_get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-_get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_get_dtype = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-_get_device = torch.Tensor.device.__get__
 
 
 class Bucket(FlatBucket):
@@ -112,7 +114,7 @@ class Bucket(FlatBucket):
         self.sharded_places, self.sharded_attributes = _places((p, p.sharded) for p in self.parameters)
         if self.prepared:
             self.unsharded_places, self.unsharded_attributes = _places((p, p.unsharded) for p in self.parameters)
-        with _plain():
+        with without_torch_function():
             self.expected = [
                 (module._parameters, name, parameter.sharded, parameter.sharded.data_ptr())
                 for parameter in self.parameters
@@ -168,12 +170,12 @@ class Bucket(FlatBucket):
         """Follow changes to the sharded parameters from outside: new memory, replaced objects, frozen or not."""
         if self.offload is not None and self.shard.device.type not in ("cpu", "meta"):
             self._come_home()
-        with _plain():
+        with without_torch_function():
             dtype, device = self.shard.dtype, self.shard.device
             for registered, name, sharded, address in self.expected:
                 new = registered.get(name) is not sharded or sharded.data_ptr() != address
                 if not address:  # always 0 without elements
-                    new = new or _get_dtype(sharded) is not dtype or _get_device(sharded) != device
+                    new = new or get_dtype(sharded) is not dtype or get_device(sharded) != device
                 if new:
                     self._adopt()
                     break
@@ -187,7 +189,7 @@ class Bucket(FlatBucket):
         Raises:
             RuntimeError: see `find_registered` and `check_registered`.
         """
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             objects = [find_registered(parameter, self.owner) for parameter in self.parameters]
             device, dtype = objects[0].device, objects[0].dtype
             floating, on_host = self.dtype.is_floating_point, self.offload is not None
@@ -209,9 +211,9 @@ class Bucket(FlatBucket):
 
     def follow_requires_grad(self) -> None:
         """Freeze and unfreeze the unsharded parameters like the sharded ones."""
-        with _plain():
+        with without_torch_function():
             for parameter in self.parameters:
-                if _get_requires_grad(parameter.sharded) is not parameter.trains:
+                if get_requires_grad(parameter.sharded) is not parameter.trains:
                     parameter.trains = not parameter.trains
                     if parameter.unsharded is not None:
                         self.leaves = object()
@@ -230,7 +232,7 @@ class Bucket(FlatBucket):
     def _come_home(self) -> None:
         """Move a shard to the host after it was initialised on the device, for the sake of random numbers."""
         former, self.shard = self.shard, self.new_shard(torch.device("cpu"))
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             self.shard.copy_(former)
             for index, parameter in enumerate(self.parameters):
                 parameter.sharded.data = self.shard_view(index).detach()
@@ -274,7 +276,7 @@ class Bucket(FlatBucket):
         """Register the unsharded parameters in the modules."""
         self.source = None
         if self.version is not None:
-            _set_versions((self.full,), self.version)
+            set_versions((self.full,), self.version)
             self.version = None
         for registered, name, tensor in self.unsharded_places:
             registered[name] = tensor
@@ -296,15 +298,15 @@ class Bucket(FlatBucket):
         return self.full_alias.chunk(size)[place].clone()
 
     def free(self) -> None:
-        self.version = (_get_version(self.full),)
-        _set_versions((self.full,), (FREED,))
+        self.version = (get_version(self.full),)
+        set_versions((self.full,), (FREED,))
         self.full_storage.resize_(0)
 
     def keep(self) -> None:
         """Record the state that `stale` compares with, for a bucket that stays gathered after forward."""
         self.kept_versions, self.kept_step = self._versions(), Bucket.optimizer_steps
-        with _plain():
-            self.kept_with_gradients = any(_get_grad(parameter.sharded) is not None for parameter in self.parameters)
+        with without_torch_function():
+            self.kept_with_gradients = any(get_grad(parameter.sharded) is not None for parameter in self.parameters)
 
     def stale(self, by_user: bool) -> bool:
         """Tell whether the sharded parameters may have changed since `keep`.
@@ -320,8 +322,8 @@ class Bucket(FlatBucket):
         return stepped or self.kept_versions != self._versions()
 
     def _versions(self) -> list[int]:
-        with _plain():
-            return [_get_version(parameter.sharded) for parameter in self.parameters]
+        with without_torch_function():
+            return [get_version(parameter.sharded) for parameter in self.parameters]
 
 
 class _Copied:

@@ -20,8 +20,7 @@ from hp_fsdp.steps.order import OwnMicroBatches, TreeSum, skip_none, subtrees
 from hp_fsdp.torch.groups.gradients import GradientBuffer
 from hp_platform import collectives
 from hp_platform.extend import attribute_to
-
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+from hp_platform.torch.internals import get_grad
 
 
 class MicroBatchBuffer(GradientBuffer):
@@ -104,14 +103,14 @@ class MicroBatchBuffer(GradientBuffer):
         super().assign(reduced, missing)
         self.handed = {}
         for index, parameter in enumerate(self.parameters):
-            gradient = _get_grad(parameter.sharded)
+            gradient = get_grad(parameter.sharded)
             if gradient is not None and gradient.numel():
                 self.handed[index] = _state(gradient)
 
     def _check_cleared(self) -> None:
         for index, state in self.handed.items():
             parameter = self.parameters[index]
-            gradient = _get_grad(parameter.sharded)
+            gradient = get_grad(parameter.sharded)
             if gradient is not None and _state(gradient) == state:
                 raise RuntimeError(
                     f"fully_shard(deterministic=True): {parameter.name!r} still has the gradient that the last backward"

@@ -26,10 +26,7 @@ from hp_fsdp.torch.groups.communication import Communication, D2HCopy
 from hp_fsdp.torch.groups.parameter import ManagedParameter
 from hp_platform import collectives
 from hp_platform.extend import CopyLink, attribute_to
-
-_plain = torch._C.DisableTorchFunctionSubclass
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+from hp_platform.torch.internals import get_grad, set_grad, with_torch_function
 
 
 class GradientBuffer:
@@ -102,10 +99,10 @@ class GradientBuffer:
         sums: list[torch.Tensor] = []
         for index, parameter in enumerate(self.parameters):
             unsharded = parameter.unsharded
-            gradient = _get_grad(unsharded)
+            gradient = get_grad(unsharded)
             if gradient is None:
                 continue
-            _set_grad(unsharded, None)
+            set_grad(unsharded, None)
             if index in self.filled:
                 added.append(gradient)
                 sums.append(self.views[index])
@@ -207,9 +204,9 @@ class GradientBuffer:
             return
         pieces: list[torch.Tensor | None] = []
         for parameter in self.parameters:
-            gradient = _get_grad(parameter.unsharded)
+            gradient = get_grad(parameter.unsharded)
             if gradient is not None:
-                _set_grad(parameter.unsharded, None)
+                set_grad(parameter.unsharded, None)
                 gradient = parameter.flattened(gradient).detach()
                 if self.divisor is not None:
                     gradient = gradient / self.divisor
@@ -223,11 +220,11 @@ class GradientBuffer:
         flat = torch.full((self.layout.total,), -0.0, dtype=self.reduce_dtype, device=device)
         missing = []
         for index, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets)):
-            gradient = _get_grad(parameter.unsharded)
+            gradient = get_grad(parameter.unsharded)
             if gradient is None:
                 missing.append(index)
                 continue
-            _set_grad(parameter.unsharded, None)
+            set_grad(parameter.unsharded, None)
             flat[offset : offset + parameter.numel].copy_(parameter.flattened(gradient))
         communication.run_hook(flat)
         if not self.assign_gradients(flat, missing, self.divisor):
@@ -244,9 +241,9 @@ class GradientBuffer:
                 piece = parameter.part(piece, self.axes.shards)
             if sharded._backward_hooks:
                 piece = _hooked(sharded._backward_hooks, piece)
-            have = _get_grad(sharded)
+            have = get_grad(sharded)
             if have is None:
-                _set_grad(sharded, wrap(piece, spec))
+                set_grad(sharded, wrap(piece, spec))
             else:
                 sums.append(have)
                 added.append(piece)
@@ -254,14 +251,14 @@ class GradientBuffer:
             torch._foreach_add_(sums, added)
         for parameter, piece in zip(self.parameters, pieces):
             if piece is not None and parameter.sharded._post_accumulate_grad_hooks:
-                with torch._C._EnableTorchFunction():
+                with with_torch_function():
                     for hook in parameter.sharded._post_accumulate_grad_hooks.values():
                         hook(parameter.sharded)
 
 
 def _hooked(hooks: Mapping[int, Any], piece: torch.Tensor) -> torch.Tensor:
     """Run the hooks that ``register_hook`` put on a sharded parameter; return its new gradient."""
-    with torch._C._EnableTorchFunction():
+    with with_torch_function():
         for hook in tuple(hooks.values()):
             result = hook(piece)
             piece = piece if result is None else result

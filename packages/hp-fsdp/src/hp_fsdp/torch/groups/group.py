@@ -19,11 +19,8 @@ from hp_fsdp.torch.groups.deterministic import Exchange, MicroBatchBuffer
 from hp_fsdp.torch.groups.gradients import Reduction
 from hp_fsdp.torch.groups.parameter import ManagedParameter, lost_write, restore
 from hp_platform.extend import attribute_to
+from hp_platform.torch.internals import Range, get_grad, get_version, without_torch_function
 
-_Range = torch._C._profiler._RecordFunctionFast  # type: ignore[attr-defined]
-_plain = torch._C.DisableTorchFunctionSubclass
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 Started = Reduction | Exchange
 """A reduction under way."""
 
@@ -102,9 +99,9 @@ class ParameterGroup(Group[C]):
 
     def rename(self, name: str) -> None:
         super().rename(name)
-        self._gather_range = _Range(f"hp.fsdp.all_gather({self.name})")
-        self._wait_range = _Range(f"hp.fsdp.wait_all_gather({self.name})")
-        self._reduce_range = _Range(f"hp.fsdp.reduce_scatter({self.name})")
+        self._gather_range = Range(f"hp.fsdp.all_gather({self.name})")
+        self._wait_range = Range(f"hp.fsdp.wait_all_gather({self.name})")
+        self._reduce_range = Range(f"hp.fsdp.reduce_scatter({self.name})")
 
     # ---- parameters ----
     def check(self) -> None:
@@ -181,11 +178,11 @@ class ParameterGroup(Group[C]):
 
     def versions(self) -> list[int]:
         """List the versions of the buffers of which a write is lost, or of this rank alone."""
-        return [_get_version(bucket.full) for bucket in self.buckets if not bucket.keeps_writes]
+        return [get_version(bucket.full) for bucket in self.buckets if not bucket.keeps_writes]
 
     def contents(self) -> list[Any]:
         """Sum up the buffers of `versions`, bits as integers, and list where parameters lie."""
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             buckets = [bucket for bucket in self.buckets if not bucket.keeps_writes]
             wide = [torch.int16 if bucket.full_alias.itemsize > 1 else torch.int8 for bucket in buckets]
             sums = [bucket.full_alias.view(dtype).sum() for bucket, dtype in zip(buckets, wide)]
@@ -215,7 +212,7 @@ class ParameterGroup(Group[C]):
             self.follow_requires_grad()
             leaves = [bucket.leaves for bucket in self.buckets]
             if self._leaves[0] != leaves:
-                with _plain():
+                with without_torch_function():
                     own = [each.unsharded for each in self.parameters if each.trains]
                     self._leaves = leaves, [get_gradient_edge(each).node for each in own if each is not None]
             if any(map(will_run, self._leaves[1])):
@@ -223,8 +220,8 @@ class ParameterGroup(Group[C]):
 
     def arrived(self) -> bool:
         """Tell whether autograd has left a gradient on an unsharded parameter."""
-        with _plain():
-            return any(p.unsharded is not None and _get_grad(p.unsharded) is not None for p in self.parameters)
+        with without_torch_function():
+            return any(p.unsharded is not None and get_grad(p.unsharded) is not None for p in self.parameters)
 
     def collect(self, *, differentiable: bool = False) -> None:
         """Take the gradients of the unsharded parameters, and free the parameters unless they stay gathered.
@@ -243,7 +240,7 @@ class ParameterGroup(Group[C]):
             )
         if differentiable:
             check_differentiable(self)
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             for bucket in self.buckets:
                 if bucket.prepared:
                     attribute_to(self.modules, bucket.gradients.collect)
@@ -264,7 +261,7 @@ class ParameterGroup(Group[C]):
         op = self.reduce_op if self.sums_now and last_backward else None
         number, self.ended = self.micro_batches, True
         self.micro_batches = 0 if op else number + 1
-        with self._reduce_range, torch.no_grad(), _plain():
+        with self._reduce_range, torch.no_grad(), without_torch_function():
             if op is not None:
                 self.agree(number + 1)
             return attribute_to(self.modules, self._end_micro_batch, number, op)
@@ -295,7 +292,7 @@ class ParameterGroup(Group[C]):
         Args:
             on_all_ranks: outside of a backward pass; this rank takes part whether it has gradients or not.
         """
-        with self._reduce_range, torch.no_grad(), _plain():
+        with self._reduce_range, torch.no_grad(), without_torch_function():
             if on_all_ranks and self.deterministic:
                 count, self.micro_batches = self.micro_batches, 0
                 self.agree(count)
@@ -325,7 +322,7 @@ class ParameterGroup(Group[C]):
         if self.span is not None:
             self.span.close()
         self.reshard()
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             for bucket in self.buckets:
                 if bucket.prepared:
                     bucket.gradients.release()
@@ -345,7 +342,7 @@ def check_differentiable(group: ParameterGroup[Any]) -> None:
             " would count as a micro-batch of its own. Shard it without deterministic=True"
         )
     for parameter in group.parameters:
-        gradient = None if parameter.unsharded is None else _get_grad(parameter.unsharded)
+        gradient = None if parameter.unsharded is None else get_grad(parameter.unsharded)
         if gradient is not None and gradient.requires_grad:
             raise NotImplementedError(
                 f"fully_shard: {parameter.name!r} of {group.name} got a gradient by backward(create_graph=True), but"

@@ -23,9 +23,8 @@ from hp_dtensor.torch.extend import DTensor, become, give_memory, local_view, wr
 from hp_fsdp.groups.managed_params import is_copy, mark, owner_of
 from hp_fsdp.groups.parameter import GroupParameter
 from hp_fsdp.options import ParameterFacts
+from hp_platform.torch.internals import get_requires_grad, set_data, without_torch_function
 
-_plain = torch._C.DisableTorchFunctionSubclass
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _functions = (torch.Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)
 _module_setattr = nn.Module.__setattr__
 _OWN_ATTRIBUTES = (
@@ -77,7 +76,7 @@ class ManagedParameter(GroupParameter):
 
     def __init__(self, name: str, original: nn.Parameter) -> None:
         check_kind(name, original)
-        with _plain():
+        with without_torch_function():
             shape = torch.Size(original.shape)
         super().__init__(name, original._spec if isinstance(original, DTensor) else None, shape)
         self.original: nn.Parameter | None = original
@@ -99,8 +98,8 @@ class ManagedParameter(GroupParameter):
         parameter: Any = self.original
         with torch.no_grad():
             full = parameter.full_tensor()
-        with _plain():
-            _set_data(parameter, full)
+        with without_torch_function():
+            set_data(parameter, full)
         parameter.__class__ = nn.Parameter
         del parameter._spec
         self.inner, self.shape, self.cls, self.copied = None, full.shape, nn.Parameter, False
@@ -119,7 +118,7 @@ class ManagedParameter(GroupParameter):
     def flat(self) -> torch.Tensor:
         """Return the original's elements in the buffer's order, as a plain tensor of one dim."""
         assert self.original is not None
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             return self.flattened(torch.Tensor.detach(self.original))
 
     def flattened(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -171,8 +170,8 @@ class ManagedParameter(GroupParameter):
             self.sharded = registered
             if self.unsharded is not None:
                 self.direct_hooks()
-        _set_data(registered, view.detach())
-        self.trains = _get_requires_grad(registered)
+        set_data(registered, view.detach())
+        self.trains = get_requires_grad(registered)
 
     def make_unsharded(self, view: torch.Tensor) -> None:
         """Make the unsharded parameter over ``view``, a range of the gathered buffer."""
@@ -260,7 +259,7 @@ def _leaf(view: torch.Tensor, spec: TensorSpec | None, trains: bool) -> torch.Te
         return nn.Parameter(view, requires_grad=trains)
     leaf = wrap(view, spec)
     leaf._is_param = True
-    with _plain():
+    with without_torch_function():
         leaf.requires_grad_(trains)
     return leaf
 
@@ -272,15 +271,12 @@ def _copy_attributes(source: Any, target: Any) -> None:
             target.__dict__[key] = value
 
 
-_get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-
-
 def restore(parameters: Sequence[ManagedParameter]) -> None:
     """Put the sharded parameters back in place of others of their layout, with the others' values.
 
     The others were made by a method of the module (``to_empty``), and an optimizer may have the former ones.
     """
-    with torch.no_grad(), _plain():
+    with torch.no_grad(), without_torch_function():
         for parameter in parameters:
             module, name = parameter.places[0]
             registered: Any = module._parameters.get(name)

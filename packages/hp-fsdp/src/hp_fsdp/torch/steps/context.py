@@ -24,10 +24,9 @@ from hp_dtensor.torch.extend import Mark, arriving_gradients, explaining, marks
 from hp_fsdp.steps.context import Context
 from hp_fsdp.torch.groups.bucket import FREED
 from hp_fsdp.torch.groups.group import ParameterGroup, Started
+from hp_platform.torch.internals import backward_id, without_torch_function
 
 _engine = torch.autograd.Variable._execution_engine
-_backward_id = torch._C._current_graph_task_id
-_plain = torch._C.DisableTorchFunctionSubclass
 _register_own = torch.Tensor.register_post_accumulate_grad_hook
 """Of a gathered parameter itself, whose methods are the sharded one's."""
 
@@ -206,7 +205,7 @@ class RootContext(Context[ParameterGroup["RootContext"]]):
         self.advancing = True
         left = []
         last = set(list(dict.fromkeys(id(group) for _, group in self.reductions))[-spare:]) if spare else ()
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             for each in self.reductions:
                 reduction, group = each
                 if id(group) in last or not reduction.advance():
@@ -246,7 +245,7 @@ class RootContext(Context[ParameterGroup["RootContext"]]):
 
     def settle(self) -> None:
         """Show the sharded parameters to a reader from outside, and abandon a failed step."""
-        if self.outermost is not None or _backward_id() != -1:
+        if self.outermost is not None or backward_id() != -1:
             return
         if self.backward:
             self.abandon()
@@ -337,7 +336,7 @@ class LateGradients:
     def watch(self, group: RootGroup, arrived: Callable[..., None]) -> None:
         """Call ``arrived`` when one of the group's parameters gets a gradient."""
         handles = self._handles.setdefault(group, [])
-        with _plain():
+        with without_torch_function():
             for parameter in group.parameters:
                 if parameter.trains and parameter.unsharded is not None:
                     handles.append(_register_own(parameter.unsharded, arrived))

@@ -55,13 +55,15 @@ from hp_fsdp.steps.tree import in_dtypes, tree_functions
 from hp_fsdp.torch.groups.group import Call
 from hp_fsdp.torch.steps.context import RootContext, RootGroup
 from hp_platform.frames import current_frame
+from hp_platform.torch.internals import (
+    backward_id,
+    get_base,
+    get_grad_fn,
+    get_requires_grad,
+    next_node_number,
+    without_torch_function,
+)
 
-_backward_id = torch._C._current_graph_task_id
-_plain = torch._C.DisableTorchFunctionSubclass
-_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
-_base = torch.Tensor._base.__get__  # type: ignore[attr-defined]
-_next_number = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
-_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 map_tensors, tensors = tree_functions(torch.Tensor)
 
 
@@ -76,7 +78,7 @@ def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...],
 def _run(
     context: RootContext, group: RootGroup, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    if _backward_id() != -1:
+    if backward_id() != -1:
         return _run_again(context, group, forward, args, kwargs)
     outermost = context.outermost is None
     if outermost:
@@ -92,10 +94,10 @@ def _run(
         begins = span is None or span.begins(module)
         if span is not None and span.around is not None and watch:
             forward = span.around(forward)
-        given, first = (args, kwargs) if kwargs else args, _next_number()
+        given, first = (args, kwargs) if kwargs else args, next_node_number()
         if watch and begins:
             group.note_call()
-            with _plain():
+            with without_torch_function():
                 watch_input = functools.partial(_watch_input, group.leave_backward)
                 args = map_tensors(watch_input, args)
                 if kwargs:
@@ -146,10 +148,10 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _watch_input(hook: Callable[..., None], tensor: torch.Tensor) -> torch.Tensor:
-    if not _requires_grad(tensor):
+    if not get_requires_grad(tensor):
         return tensor
     view = tensor.view_as(tensor)
-    _grad_fn(view).register_hook(hook)
+    get_grad_fn(view).register_hook(hook)
     return wrap(view, tensor._spec) if isinstance(tensor, DTensor) else view
 
 
@@ -172,21 +174,21 @@ def _watch_outputs(group: RootGroup, output: Any, given: Any, first: int) -> boo
         call = Call()
         group.calls.add(call)
         enter = functools.partial(_enter_call, group, call)
-    with _plain():
+    with without_torch_function():
         for tensor in tensors(output):
-            if not _requires_grad(tensor):
+            if not get_requires_grad(tensor):
                 continue
             watched = True
-            node = _grad_fn(tensor)
+            node = get_grad_fn(tensor)
             if node is None:
                 tensor.register_hook(enter)
                 continue
             nodes.append(node)
-            base = _base(tensor)
-            if base is not None and (node := _grad_fn(base)) is not None and node._sequence_nr() >= first:
+            base = get_base(tensor)
+            if base is not None and (node := get_grad_fn(base)) is not None and node._sequence_nr() >= first:
                 nodes.append(node)
         for tensor in tensors(given):
-            if _requires_grad(tensor) and (node := _grad_fn(tensor)) is not None and node._sequence_nr() >= first:
+            if get_requires_grad(tensor) and (node := get_grad_fn(tensor)) is not None and node._sequence_nr() >= first:
                 nodes.append(node)
                 watched = True
         for node in nodes:

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hp_offload.torch.swapping import Kept, address_of, unpack
 from hp_platform import get_platform
 from hp_platform.frames import current_frame
+from hp_platform.torch.internals import is_native
 
 T = torch.Tensor
 
@@ -188,7 +189,6 @@ def _shown(walk: Walk, place: int) -> str:
     return f"{walk.operations[place - 1].__name__} with {found!r}"
 
 
-_native = torch._C._disabled_torch_dispatch_impl
 _NAMES = {
     F: "scaled_dot_product_attention linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
     " embedding grouped_mm scaled_grouped_mm",
@@ -296,8 +296,7 @@ def _plain(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     has_memory = get_platform().devices.has_memory
     tensors = [each for each in _flat((*args, *(kwargs or {}).values())) if isinstance(each, T)]
     return bool(tensors) and all(
-        type(each).__torch_dispatch__ is _native and each.layout is torch.strided and has_memory(each)  # type: ignore[attr-defined]
-        for each in tensors
+        is_native(each) and each.layout is torch.strided and has_memory(each) for each in tensors
     )
 
 

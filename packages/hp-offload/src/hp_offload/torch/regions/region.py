@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from hp_offload.torch.regions.functions import Filling, Walk, differing
 from hp_offload.torch.regions.sites import Computed
 from hp_offload.torch.regions.state import State, Surroundings, random_state, set_random_state, snapshot
-from hp_offload.torch.swapping import Kept, Packed, SwapRun, address_of, changed, plain_torch, unpack
+from hp_offload.torch.swapping import Kept, Packed, SwapRun, address_of, changed, unpack
 from hp_platform.frames import frame
+from hp_platform.torch.internals import is_native, without_torch_function
 
 
 class _Local(threading.local):
@@ -241,7 +242,6 @@ class _Slot:
 
 _Facts = tuple[torch.Size, torch.dtype, Any, int]
 _ANY = "any"
-_native = torch._C._disabled_torch_dispatch_impl
 
 
 def _facts(tensor: T, node: Any, arguments: AbstractSet[int]) -> _Facts:
@@ -278,7 +278,7 @@ _WRAPPERS = ("ViewBackward0", "AliasBackward0")
 
 
 def _address(tensor: T) -> int:
-    return address_of(tensor) if type(tensor).__torch_dispatch__ is _native else 0  # type: ignore[attr-defined]
+    return address_of(tensor) if is_native(tensor) else 0
 
 
 def _show(shape: torch.Size, dtype: torch.dtype, origin: Any) -> str:
@@ -303,7 +303,7 @@ class _Region:
         anchor = torch.empty(0, requires_grad=True)
         saving = _Arguments.apply(anchor, *[leaves[place] for place in self._places])
         self._node: Any = saving.grad_fn
-        with plain_torch():
+        with without_torch_function():
             given = [leaves[place] for place in self._places]
             self._given = [each if each._base is None else each._base for each in given]
             self._arguments = {*map(id, self._given), *map(_address, given)} - {0}
@@ -328,7 +328,7 @@ class _Region:
 
     def pack(self, tensor: T) -> Packed:
         """Put a slot in the graph: the first hook of the forward."""
-        with plain_torch():
+        with without_torch_function():
             index = len(self._slots)
             node = tensor.grad_fn
             self._facts.append(_facts(tensor, node, self._arguments))
@@ -431,7 +431,7 @@ class _Filling:
 
     def pack(self, tensor: T) -> Packed:
         """Fill a slot of the graph, and keep the tensor in the graph of this run: the function may run a backward."""
-        with plain_torch():
+        with without_torch_function():
             if not self._over:
                 node = tensor.grad_fn
                 self._region.fill(self.count, tensor, node)
@@ -445,7 +445,7 @@ class _Filling:
             return
         if index != self.count:
             raise self._region.differs(f"saved {self.count} tensors where its forward had saved {index}")
-        with plain_torch():
+        with without_torch_function():
             if tensor is not None:
                 self._region.fill(index, tensor, tensor.grad_fn, _ANY)
             self.walk.save(None)

@@ -29,9 +29,9 @@ from hp_offload.saved import KEEPS, CheckpointPolicy, checked_answer
 from hp_offload.torch.regions.functions import Calls, Filling, Site, Walk, Watched
 from hp_offload.torch.regions.region import Passes
 from hp_offload.torch.regions.sites import Computed, Group, Key, Ordinals, SitePasses
-from hp_offload.torch.swapping import plain_torch
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import EXCHANGE
+from hp_platform.torch.internals import without_torch_function
 
 T = torch.Tensor
 PolicyFn = Callable[..., Any]
@@ -217,7 +217,7 @@ class _Recording(_Torch):
         self._ops: list[str] = []
         try:
             out = site.run()
-            with plain_torch():
+            with without_torch_function():
                 unfit = self._watched.copies(out)
         finally:
             self._current = self._site = None

@@ -27,16 +27,14 @@ from hp_offload.torch.regions.functions import (
     layout_of,
 )
 from hp_offload.torch.regions.state import random_state, set_random_state
-from hp_offload.torch.swapping import Kept, Packed, plain_torch
+from hp_offload.torch.swapping import Kept, Packed
 from hp_platform.frames import frame
 from hp_platform.torch.heavy import EXCHANGE
+from hp_platform.torch.internals import keeps_graph, without_torch_function
 
 T = torch.Tensor
 Key = tuple["str | None", int]
 """A site and how often it was reached before in this run of the region."""
-
-_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
-_retains: Callable[[], bool] = getattr(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def show(key: Key) -> str:
@@ -147,7 +145,7 @@ class SitePasses:
             with frame(outputs=outputs), Calls(outputs) if self.functions else nullcontext():
                 yield
         finally:
-            if not _retains():  # those that this run did not reach before it ended
+            if not keeps_graph():  # those that this run did not reach before it ended
                 self._kept.clear()
 
     def pack(self, index: int, tensor: T) -> Packed | None:
@@ -204,7 +202,7 @@ class SitePasses:
         if answer is None:
             self._missing(key)
         elif answer in KEEPS:
-            with plain_torch():
+            with without_torch_function():
                 swapped = answer is CheckpointPolicy.MUST_SWAP
                 self._kept[position] = self._group.out(out) if swapped else KeptOutput(out)
 
@@ -226,7 +224,7 @@ class SitePasses:
                 f" reached {first}: it took another path. What it computes may depend on its arguments, its"
                 " parameters and torch's random numbers alone."
             )
-        kept = self._kept.get(position) if _retains() else self._kept.pop(position, None)
+        kept = self._kept.get(position) if keeps_graph() else self._kept.pop(position, None)
         if kept is None:
             return None
         try:

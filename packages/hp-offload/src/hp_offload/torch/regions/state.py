@@ -24,13 +24,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 
-from hp_offload.torch.swapping import plain_torch
 from hp_platform import get_platform
 from hp_platform.frames import Frame, current_frame, frame
+from hp_platform.torch.internals import set_deterministic, set_versions, without_torch_function
 
 T = torch.Tensor
-_set_version: Callable[[tuple[T, ...], tuple[int, ...]], None]
-_set_version = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
+set_versions: Callable[[tuple[T, ...], tuple[int, ...]], None]
 _written: weakref.WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = weakref.WeakKeyDictionary()
 """Names of the buffers that a module's forward writes to, in training and in evaluation."""
 _generators: weakref.WeakKeyDictionary[nn.Module, list[torch.Generator]] = weakref.WeakKeyDictionary()
@@ -124,9 +123,9 @@ class _Buffer:
                 f"The forward of {name} wrote to the buffer {self._name!r} of {type(self._holder).__name__}. It did not"
                 " in its first call, so no copy was made before: run this step again."
             )
-        with torch.no_grad(), plain_torch():
+        with torch.no_grad(), without_torch_function():
             value = value.detach().clone()
-            _set_version((value,), (self._version,))
+            set_versions((value,), (self._version,))
         buffers[self._name] = value
         stack.callback(buffers.__setitem__, self._name, current)
 
@@ -275,8 +274,8 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype]:
 def _determinism(enabled: bool, warn_only: bool) -> Iterator[None]:
     outer = _deterministic(), torch.is_deterministic_algorithms_warn_only_enabled()
     # torch.use_deterministic_algorithms also imports the compiler, for seconds.
-    torch._C._set_deterministic_algorithms(enabled, warn_only=warn_only)
+    set_deterministic(enabled, warn_only=warn_only)
     try:
         yield
     finally:
-        torch._C._set_deterministic_algorithms(outer[0], warn_only=outer[1])
+        set_deterministic(outer[0], warn_only=outer[1])

@@ -18,6 +18,7 @@ from hp_optim.torch.exchanges.exchange import Exchanger, Flags
 from hp_optim.torch.newton_schulz import compute_dtype, orthogonalize
 from hp_platform import get_platform
 from hp_platform.extend import own_rank
+from hp_platform.torch.internals import get_grad, without_torch_function
 
 
 def placed_on(parameter: torch.Tensor, name: str, matrices: tuple[Matrix, ...], settings: Orthogonalization) -> Placed:
@@ -80,12 +81,11 @@ def layout_of(parameter: torch.Tensor) -> Any:
 
 def local_device(parameter: torch.Tensor) -> torch.device:
     """Return where a parameter's local tensor is."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return parameter.device
 
 
 Group = dict[str, Any]
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +177,7 @@ class Bucket:
             False if any rank raised the alarm, or ranks have different digests: nothing is changed.
         """
         if not self.shared:  # else ranks can't know which gradients the others have
-            present = [each and _get_grad(member.parameter) is not None for member, each in zip(self.members, trains)]
+            present = [each and get_grad(member.parameter) is not None for member, each in zip(self.members, trains)]
             if present != self.chosen:
                 self.choose(present, settings)
                 self.build()
@@ -187,7 +187,7 @@ class Bucket:
         flags, momenta, updates = Flags(none, none, True), {}, {}
         try:
             if not alarm:
-                gradients = list(map(_get_grad, self.parameters))
+                gradients = list(map(get_grad, self.parameters))
                 flags = self._flags(gradients, digest)
                 momenta, updates = self._momenta(groups, gradients)
         except Exception as problem:  # whatever it is, the others have to hear of it

@@ -21,11 +21,11 @@ from hp_optim.options import sparse_gradient
 from hp_optim.torch.states.kernel_ranges import Runs
 from hp_optim.torch.states.loaded import Moved, check_state, counters, facts_of, told, value_for
 from hp_platform import get_platform
+from hp_platform.torch.internals import get_grad
 
 Members = tuple[dict[str, Any], list[torch.Tensor], list[str]]
 """A group, parameters of it that have one dtype and device, and their names."""
 
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _data_ptr = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
 _numel = torch.Tensor.numel
@@ -175,7 +175,7 @@ class Block:
             RuntimeError: a sparse gradient, or one that is not as its parameter; memory with gaps.
             Moved: see there.
         """
-        gradients: list[Any] = list(map(_get_grad, self.parameters))
+        gradients: list[Any] = list(map(get_grad, self.parameters))
         kinds = list(map(type, gradients))
         if kinds != self.kinds:
             self._note_present(kinds, gradients)

@@ -18,6 +18,7 @@ from hp_optim.swapping import OwnLink, SwapOptimizerConfig, cut_in_slices
 from hp_optim.torch.states.blocks import view_like, wrapped_like
 from hp_platform.extend import CopyLink
 from hp_platform.torch.host import empty_on_host
+from hp_platform.torch.internals import without_torch_function
 
 Event = Any
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -184,9 +185,6 @@ class Momenta:
         torch._foreach_copy_([state["momentum_buffer"] for state in states], momenta)
 
 
-_plain = torch._C.DisableTorchFunctionSubclass
-
-
 @dataclass
 class _Shelf:
     """Momenta of some parameters in one piece of the host's memory.
@@ -235,7 +233,7 @@ class SwappedMomenta(Momenta):
     def place(self, parameters: Sequence[torch.Tensor], state: Any) -> None:
         """Move momenta to the host that are not there yet."""
         self.transfers.synchronize()
-        with torch.no_grad(), _plain():
+        with torch.no_grad(), without_torch_function():
             self._place(parameters, state)
 
     def _place(self, parameters: Sequence[torch.Tensor], state: Any) -> None:

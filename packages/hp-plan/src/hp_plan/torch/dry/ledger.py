@@ -27,12 +27,11 @@ from hp_plan.torch.dry.flops import flops_of
 from hp_plan.torch.dry.likeness import Results
 from hp_platform.torch.dry import value_observers
 from hp_platform.torch.host import host_observers
+from hp_platform.torch.internals import in_backward, without_torch_function
 
 T = torch.Tensor
 _VALUE = torch.ops.aten._local_scalar_dense.default
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
-_plain = torch._C.DisableTorchFunctionSubclass
-_graph_task = torch._C._current_graph_task_id
 
 
 @dataclass(slots=True)
@@ -143,7 +142,7 @@ class Ledger(TorchDispatchMode):
 
     def know(self, tensors: Iterable[T]) -> None:
         """Count tensors that were there before."""
-        with _plain():
+        with without_torch_function():
             for tensor in tensors:
                 self._meet(tensor, "")
 
@@ -157,20 +156,20 @@ class Ledger(TorchDispatchMode):
             host_observers.remove(self._know_on_host)
 
     def _know_on_host(self, memory: T) -> None:
-        with _plain():
+        with without_torch_function():
             self._meet(memory, "empty")
             self.storages[self._numbers[memory.untyped_storage()._cdata]].on_host = True
 
     def number_of(self, tensor: T) -> int | None:
         """Return the number of a tensor's storage, None of one that was not seen."""
-        with _plain():
+        with without_torch_function():
             return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run an operator and read its results."""
         named = dict(kwargs or {})
         self.step.operations += 1
-        with _plain():
+        with without_torch_function():
             if func is _VALUE and args[0].is_meta:
                 return self._assumed_value(args[0].dtype)
             if "meta" in self.devices:
@@ -200,7 +199,7 @@ class Ledger(TorchDispatchMode):
                 self._change(key, size - before)
             return
         phase, module = self.phase, ""
-        if phase == "forward" and _graph_task() != -1:
+        if phase == "forward" and in_backward():
             phase = "backward"
         if self._modules is not None and operator:
             module = running_module(self._modules)

@@ -25,6 +25,7 @@ from hp_plan.structure.outline import matches
 from hp_plan.torch.models import base
 from hp_plan.torch.training.parts import forwards
 from hp_platform import get_platform
+from hp_platform.torch.internals import in_backward
 from hp_styles.extend import runs_on_parts
 
 _NORM, _LOW, _HIGH, _FILLED, _BITS = range(5)
@@ -357,7 +358,7 @@ def counting(stage: nn.Module, order: tuple[int, ...], micro: dict[int, int], in
 
 def again() -> bool:
     """Tell whether a forward runs inside of a backward, which computes it a second time."""
-    return torch._C._current_graph_task_id() != -1
+    return in_backward()
 
 
 class _Unwrap:

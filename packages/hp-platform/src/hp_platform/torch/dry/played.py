@@ -24,6 +24,7 @@ from hp_platform.devices import devices
 from hp_platform.port import Handle
 from hp_platform.torch import collectives, port
 from hp_platform.torch.dry.memoryless import Alike, Peers, alone_in_world, spoken_collectives
+from hp_platform.torch.internals import without_torch_dispatch
 
 T = torch.Tensor
 _DRAWN, _SCALE = 4096, 0.02  # numbers that stand for another rank's, of the size that weights are drawn with
@@ -55,7 +56,7 @@ class Copies:
         Args:
             device: that copies.
         """
-        with torch._C._DisableTorchDispatch(), torch.no_grad():
+        with without_torch_dispatch(), torch.no_grad():
             if device.type == "cpu":
                 begin, cpu = time.perf_counter(), time.process_time()
                 yield

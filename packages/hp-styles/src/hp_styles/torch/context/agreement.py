@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hp_dtensor import DTensor
+from hp_platform.torch.internals import in_backward
 from hp_styles.context.rounds import (
     ERRORS,
     Header,
@@ -129,7 +130,7 @@ class AttentionAgreement:
         Raises:
             Exception: ``fault``.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             raise fault
         self.round.late = self.round.late or fault
         self.round.followed[self.group.mesh] = self.group

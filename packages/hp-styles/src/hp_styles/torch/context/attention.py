@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from hp_dtensor import DeviceMesh, DTensor
 from hp_dtensor.torch.extend import backward
+from hp_platform.torch.internals import without_all_torch_functions
 from hp_styles.context.plan import kv_copies, split_degrees
 from hp_styles.context.rounds import Rounds
 from hp_styles.torch.context.agreement import AttentionAgreement, end_round, zeros_like_queries
@@ -229,7 +230,7 @@ def attend(
         return parts
 
     parts, seen = agreement.of(checked, tensors, is_causal)
-    with torch._C.DisableTorchFunction(), no_autocast(query.device.type):
+    with without_all_torch_functions(), no_autocast(query.device.type):
         q, k, v = group.to_heads(parts, arriving, _HEADS, _SEQUENCE)
         out = group.to_sequence(group.over_ring(q, k, v, seen, scale, cap), _HEADS, _SEQUENCE)
     return like(out, query) if agreement.round.late is None else zeros_like_queries(query, value)
@@ -261,7 +262,7 @@ def attend_inside(
         agreement.keep(error)
     q, k, v = _cast(query, key, value)
     q, k, v = group.locals(q, k, v, _HEADS, _SEQUENCE)
-    with torch._C.DisableTorchFunction(), no_autocast(query.device.type):
+    with without_all_torch_functions(), no_autocast(query.device.type):
         seen = Seen(k.shape[_SEQUENCE] * group.degrees.ring, arguments["is_causal"], None, ())
         out = group.over_ring(q, k, v, seen, arguments["scale"])
     return like(out, query)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hp_dtensor import DeviceMesh, DTensor
+from hp_platform.torch.internals import in_backward, without_all_torch_functions
 from hp_styles.context.plan import Settings
 from hp_styles.context.rounds import Rounds
 from hp_styles.inputs import check_output, find_input, hook, with_inputs
@@ -199,7 +200,7 @@ def _cut_otherwise(mesh: DeviceMesh, load_balance: bool, args: Any, kwargs: dict
 def _agreement_of(
     module: nn.Module, group: ContextGroup, call: Call, args: Any, kwargs: Any, early: bool
 ) -> AttentionAgreement:
-    backward = torch._C._current_graph_task_id() != -1
+    backward = in_backward()
     now = group.rounds.of(group.number, backward=backward)
     now.fault = now.fault or _cut_otherwise(group.mesh, group.load_balance, args, kwargs)
     return AttentionAgreement(group, group.number, group.rounds, group.compared_degrees, call, now, early)
@@ -239,7 +240,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 def _end_alone(module: nn.Module, args: Any, output: Any) -> None:
     """End the round of a module that nothing encloses."""
     frame = _frames.of(module)
-    if frame is not None and not frame.agreement.rounds.open and torch._C._current_graph_task_id() == -1:
+    if frame is not None and not frame.agreement.rounds.open and not in_backward():
         end_round(frame.agreement.round, frame.agreement.rounds)
 
 
@@ -272,7 +273,7 @@ def _receiver(group: ContextGroup, settings: Settings) -> Any:
             return tuple(x.movedim((head, seq), (1, 2)) if x.dim() > 2 else x for x in parts)
 
         parts, _ = agreement.of(checked, [x for _, x in qkv], None)
-        with torch._C.DisableTorchFunction():
+        with without_all_torch_functions():
             sent = group.to_heads(tuple(x.movedim((1, 2), (head, seq)) for x in parts), {}, head, seq)
         args, kwargs = with_inputs(args, kwargs, [where for where, _ in qkv], sent)
         _open(
@@ -301,7 +302,7 @@ def _giver(group: ContextGroup, settings: Settings) -> Any:
         ndim, (heads, length) = frame.query.dim(), frame.inside
         head, seq = settings.head_dim % ndim, settings.seq_dim % ndim
         check_output(module, tuple(first.shape), heads, length, head, seq)
-        with torch._C.DisableTorchFunction():
+        with without_all_torch_functions():
             result = group.to_sequence(first, head, seq)
         if frame.agreement.round.late is not None:
             query = frame.query.to_local() if isinstance(frame.query, DTensor) else frame.query
@@ -362,7 +363,7 @@ def _sender(group: ContextGroup, name: str, settings: Settings) -> Any:
             return (x,)
 
         (x,), _ = frame.agreement.of(checked, (local,), None)
-        with torch._C.DisableTorchFunction():
+        with without_all_torch_functions():
             copies = group.copies(x.shape[1], None) if name == "q" else group.copies(None, x.shape[1])
             frame.arriving[name] = transfer = Transfer(group.plan(1, 2))
             frame.sources[name] = x, _version(x)
@@ -385,7 +386,7 @@ def _check_sources(frame: _Frame, calls: int, query: T, key: T, value: T, *args:
         if name not in frame.sources:
             continue
         local = x.to_local() if isinstance(x, DTensor) else x
-        with torch._C.DisableTorchFunction():
+        with without_all_torch_functions():
             sent, version = frame.sources[name]
             same = local.data_ptr() == sent.data_ptr() and local.shape == sent.shape and local.dtype == sent.dtype
             strides = zip(local.stride(), sent.stride(), sent.shape, strict=False)

@@ -14,6 +14,7 @@ from torch import nn
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 from hp_platform import get_platform
+from hp_platform.torch.internals import in_backward
 from hp_styles.context.sparse import DSAIndexerLossContextParallel, EarlySparseStyle, SparseStyle
 from hp_styles.inputs import current_round, hook, note_comparing
 from hp_styles.torch.context.call import Arguments, mapped, refuse_compiled
@@ -221,7 +222,7 @@ def _agree(group: SequenceGroup, checked: Callable[[], Mapping[Key, T]], names: 
         fault = error
     settled = current_round().settled
     key = "sparse", group.mesh
-    if group.size == 1 or key in settled or torch._C._current_graph_task_id() != -1:
+    if group.size == 1 or key in settled or in_backward():
         if fault is not None:
             raise fault
         return

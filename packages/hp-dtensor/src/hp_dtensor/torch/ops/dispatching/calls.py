@@ -16,6 +16,13 @@ import torch.nn.functional as F
 
 from hp_dtensor.torch.dtensor import DTensor
 from hp_platform.extend import map_nested
+from hp_platform.torch.internals import (
+    fft_functions,
+    linalg_functions,
+    nn_functions,
+    special_functions,
+    variable_functions,
+)
 
 T = torch.Tensor
 _OPERATORS: Any = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -23,8 +30,7 @@ _OPERATORS: Any = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 def functions_of(names: str) -> list[Any]:
     """Find the torch functions of these names, wherever torch has them."""
-    internal: Any = torch._C
-    places = (torch, T, F, torch.special, torch.linalg, torch.functional, internal._nn, internal._VariableFunctions)
+    places = (torch, T, F, torch.special, torch.linalg, torch.functional, nn_functions, variable_functions)
     found = {getattr(place, name): None for name in names.split() for place in places if hasattr(place, name)}
     return [func for func in found if callable(func)]
 
@@ -62,8 +68,7 @@ def tensors_of(args: Any, kwargs: Any) -> Iterator[T]:
             yield from tensors_of(value, {})
 
 
-_internal: Any = torch._C
-_PLACES = (torch._VF, _internal._nn, _internal._linalg, _internal._special, _internal._fft, T)
+_PLACES = (torch._VF, nn_functions, linalg_functions, special_functions, fft_functions, T)
 
 
 def public_call(operator: Any, intercepted: Callable[[Any], bool]) -> Callable[..., Any] | None:

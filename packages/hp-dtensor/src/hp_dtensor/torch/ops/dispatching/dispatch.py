@@ -32,8 +32,8 @@ from hp_dtensor.torch.ops.functions import BINDINGS
 from hp_dtensor.torch.views.moved_view import PartOfView
 from hp_dtensor.torch.views.overlaps import apart, refuse_overlaps, refuse_overlaps_of_call
 from hp_platform.extend import map_nested, when_groups_end
+from hp_platform.torch.internals import is_transformed, plainly, torch_function_enabled
 
-_impl: Any = torch._C._disabled_torch_function_impl
 Tensor = torch.Tensor
 _SIZED = ("view", "reshape", "expand", "repeat", "tile", "narrow", "unfold", "unflatten", "new_zeros", "new_ones")
 _TAKE_NUMBERS = {getattr(owner, name) for owner in (Tensor, torch) for name in _SIZED if hasattr(owner, name)}
@@ -60,7 +60,7 @@ def replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             return value
         if func in _TAKE_NUMBERS and not value.dim() and not value.is_floating_point():
             return int(value)
-        if autograd_functions.is_wrapped(value):
+        if is_transformed(value):
             autograd_functions.refuse("a transform of torch.func around an operation", some)
         if type(value) is not Tensor and not isinstance(value, (torch.nn.Parameter, PartOfView)):
             raise ValueError(f"{name_of(func)}: a {kind_of(value)} can't be mixed with DTensors of hp_dtensor")
@@ -74,7 +74,9 @@ def replicate_plain(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
                 " DTensor.from_local), or take plain tensors as replicated: `with hp_dtensor.implicit_replication():`"
                 + shared
             )
-        alias = _impl(Tensor.view_as, (), (value, value)) if value.requires_grad else _impl(Tensor.detach, (), (value,))
+        alias = (
+            plainly(Tensor.view_as, (), (value, value)) if value.requires_grad else plainly(Tensor.detach, (), (value,))
+        )
         return wrap(alias, TensorSpec.of(mesh, (Replicate(),) * mesh.ndim, value.shape))
 
     return map_nested(change, tuple(args)), {k: map_nested(change, v) for k, v in kwargs.items()}
@@ -168,7 +170,6 @@ def _check(what: str, out: Any, value: Any) -> None:
         raise RuntimeError(f"{what}: result type {value.dtype} can't be cast to the desired output type {out.dtype}")
 
 
-_enabled = torch._C._is_torch_function_enabled
 _PLANS: dict[Any, Any] = {}
 when_groups_end(_PLANS.clear)
 _LIMIT = 1 << 16
@@ -217,17 +218,17 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
     if plan is None:  # outside the handler: an error of the operation has nothing to do with the one that was caught
         return dispatch(func, types, args, kwargs)
     if plan.direct:
-        out = _impl(func, types, args, kwargs) if kwargs else _impl(func, types, args)
+        out = plainly(func, types, args, kwargs) if kwargs else plainly(func, types, args)
         out.__class__ = DTensor
         out._spec = plan.spec
         return out if plan.finish is None else plan.finish(out, args, kwargs or {})
     if plan.call is not None:
-        out = _impl(plan.call, types, (args[0], *plan.tail))
+        out = plainly(plan.call, types, (args[0], *plan.tail))
         out.__class__ = DTensor
         out._spec = plan.spec
         return out if plan.finish is None else plan.finish(out, args, kwargs or {})
     if plan.plain:
-        return _impl(func, types, args, kwargs) if kwargs else _impl(func, types, args)
+        return plainly(func, types, args, kwargs) if kwargs else plainly(func, types, args)
     return plan.run(args, kwargs)
 
 
@@ -278,7 +279,7 @@ def _key_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
 def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func`` on DTensors: special functions by their handler, others by their plan."""
     if _compiler._is_compiling_flag or _is_local(func, kwargs):
-        return _impl(func, types, args, kwargs or {})
+        return plainly(func, types, args, kwargs or {})
     if is_operator(func) and func not in _SPECIAL and func not in BINDINGS:
         public = calls.public_call(func, lambda function: function in _SPECIAL or function in BINDINGS)
         if public is not None:
@@ -414,10 +415,10 @@ def _operator(name: str, func: Any) -> Callable[..., Any]:
             plan = _PLANS.get((func, self._spec, float if kind is float else other))
         else:
             return base(self, other)
-        if plan is None or type(self) is not DTensor or not _enabled():
+        if plan is None or type(self) is not DTensor or not torch_function_enabled():
             return base(self, other)
         if plan.direct:
-            out = _impl(func, (), (self, other))
+            out = plainly(func, (), (self, other))
             out.__class__ = DTensor
             out._spec = plan.spec
             return out
@@ -428,7 +429,7 @@ def _operator(name: str, func: Any) -> Callable[..., Any]:
 
 def _method(base: Any) -> Override:
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or type(self) is not DTensor or not _enabled():
+        if kwargs or type(self) is not DTensor or not torch_function_enabled():
             return base(self, *args, **kwargs)
         try:
             plan = _PLANS.get((base, self._spec, *args))
@@ -437,9 +438,9 @@ def _method(base: Any) -> Override:
         if plan is None:
             return base(self, *args)
         if plan.direct:
-            out = _impl(base, (), (self, *args))
+            out = plainly(base, (), (self, *args))
         elif plan.call is not None:
-            out = _impl(plan.call, (), (self, *plan.tail))
+            out = plainly(plan.call, (), (self, *plan.tail))
         else:
             return plan.run((self, *args), None)
         out.__class__ = DTensor
@@ -454,7 +455,7 @@ def _writing(base: Any) -> Override:
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         spec = self._spec
-        if type(self) is DTensor and not spec.partial and _enabled():
+        if type(self) is DTensor and not spec.partial and torch_function_enabled():
             for value in args:
                 kind = type(value)
                 if value._spec is not spec if kind is DTensor else kind is not float:
@@ -463,9 +464,9 @@ def _writing(base: Any) -> Override:
                 if spec.thin and not spec.ragged and not apart(self, args):
                     refuse_overlaps(base.__name__, self, args)
                 if not kwargs:
-                    return _impl(base, (), (self, *args))
+                    return plainly(base, (), (self, *args))
                 if len(kwargs) == 1 and type(kwargs.get("value")) is float:
-                    return _impl(base, (), (self, *args), kwargs)
+                    return plainly(base, (), (self, *args), kwargs)
         return base(self, *args, **kwargs)
 
     return Override(base, apply)

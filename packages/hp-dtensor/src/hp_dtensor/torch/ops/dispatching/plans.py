@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 from hp_dtensor.layout.sharding import contiguous
 from hp_dtensor.torch.views.moved_view import linked
-from hp_dtensor.torch.views.strides import local_strides, on_one_device, same_memory
+from hp_dtensor.torch.views.strides import local_strides, on_one_device
+from hp_platform.torch.internals import get_requires_grad, plainly, same_memory
 
-_impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 
 
@@ -69,7 +69,7 @@ class ViewDecision:
         if self._may_copy and is_view is not same_memory(out, source):
             if is_view:
                 return linked(out, source, self._func, args, kwargs, metas)
-            spec, out = out._spec, _impl(T.clone, (), (out,), {"memory_format": torch.contiguous_format})
+            spec, out = out._spec, plainly(T.clone, (), (out,), {"memory_format": torch.contiguous_format})
             out.__class__, out._spec = source.__class__, spec
         if noted is not None:
             for x, strides in zip(out if isinstance(out, (list, tuple)) else (out,), noted, strict=True):
@@ -91,7 +91,6 @@ class ViewDecision:
 _ON_STAND_INS = frozenset({"attention", "norm", "statistics", "replicated_dim"})
 """Rules whose kernels record another graph, or none, for an empty operand: a rank with an empty shard runs them on
 numbers in its place, see `_on_stand_ins`, so that its backward communicates as the others' do."""
-_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 def with_the_others(call: Call, rule: str, view: bool, compute: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -125,7 +124,7 @@ def _on_stand_ins(call: Call, compute: Callable[..., Any]) -> Callable[..., Any]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
-        if not (torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and _requires_grad(x) for x in values)):
+        if not (torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and get_requires_grad(x) for x in values)):
             return compute(*args, **kwargs)
         stand_ins = [_stand_in(x, shapes.get((place,))) for place, x in enumerate(args)]
         result = compute(*stand_ins, **{name: _stand_in(x, shapes.get((name,))) for name, x in kwargs.items()})
@@ -221,12 +220,12 @@ class Plan:
         if self.fixes:
             args, kwargs = moved(self.fixes, args, kwargs, convert)
         if self.tail is not None:
-            return _impl(self.func, (), (args[0], *self.tail))
+            return plainly(self.func, (), (args[0], *self.tail))
         if self.listed:
-            return _impl(self.local, (), (args,))
+            return plainly(self.local, (), (args,))
         if kwargs:
-            return _impl(self.local or self.func, (), args, kwargs)
-        return _impl(self.local or self.func, (), args)
+            return plainly(self.local or self.func, (), args, kwargs)
+        return plainly(self.local or self.func, (), args)
 
 
 class _CheckedPlan(Plan):

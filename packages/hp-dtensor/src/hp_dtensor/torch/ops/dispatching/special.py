@@ -27,8 +27,8 @@ from hp_dtensor.torch.ops.functions import bind
 from hp_dtensor.torch.ops.whole import on_whole
 from hp_dtensor.torch.views.kept import stop_keeping
 from hp_dtensor.torch.views.strides import keep, note, on_one_device
+from hp_platform.torch.internals import get_is_leaf, getter, plainly, setter, torch_function_enabled
 
-_impl: Any = torch._C._disabled_torch_function_impl
 T = torch.Tensor
 
 
@@ -38,11 +38,11 @@ def new(func: Any, args: Any, kwargs: Any) -> Any:
     size_argument = args[1] if len(args) > 1 else kwargs.get("size", ())
     size = tuple(size_argument) if isinstance(size_argument, (tuple, list)) else args[1:]
     if func is T.new_tensor or size != spec.shape:
-        out = _impl(func, (), args, kwargs)
+        out = plainly(func, (), args, kwargs)
         return wrap(out, TensorSpec.of(spec.mesh, [Replicate()] * spec.mesh.ndim, out.shape))
     spec = spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
     rest = args[2:] if isinstance(size_argument, (tuple, list)) else ()
-    return wrap(_impl(func, (), (x, spec.local_shape, *rest), {n: v for n, v in kwargs.items() if n != "size"}), spec)
+    return wrap(plainly(func, (), (x, spec.local_shape, *rest), {n: v for n, v in kwargs.items() if n != "size"}), spec)
 
 
 def new_strided(func: Any, args: Any, kwargs: Any) -> Any:
@@ -50,11 +50,11 @@ def new_strided(func: Any, args: Any, kwargs: Any) -> Any:
     x, spec, size, stride = args[0], args[0]._spec, tuple(args[1]), tuple(args[2])
     order = sorted(range(len(size)), key=lambda dim: (stride[dim], -dim))
     if size != spec.shape or stride != _dense(size, order):
-        out = _impl(func, (), args, kwargs)
+        out = plainly(func, (), args, kwargs)
         return wrap(out, TensorSpec.of(spec.mesh, [Replicate()] * spec.mesh.ndim, out.shape))
     spec = spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
     order = order if len(order) == len(spec.local_shape) else range(len(spec.local_shape))[::-1]
-    return wrap(_impl(func, (), (x, spec.local_shape, _dense(spec.local_shape, order)), kwargs), spec)
+    return wrap(plainly(func, (), (x, spec.local_shape, _dense(spec.local_shape, order)), kwargs), spec)
 
 
 def _dense(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
@@ -66,25 +66,19 @@ def _dense(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-_enabled = torch._C._is_torch_function_enabled
-_is_leaf = T.is_leaf.__get__  # type: ignore[attr-defined]
 Handler = Callable[[Any, Any, Any], Any]
-
-
-def _get(name: str) -> Any:
-    return getattr(T, name).__get__
 
 
 def _local(func: Any, args: Any, kwargs: Any) -> Any:
     """On the local tensor, the result as it is."""
     if len(args) == 1 and not kwargs:
         dispatch.remember_plain(func, args[0]._spec)
-    return _impl(func, (), args, kwargs)
+    return plainly(func, (), args, kwargs)
 
 
 def _same(func: Any, args: Any, kwargs: Any) -> Any:
     """On the local tensor; the result has the operand's layout."""
-    out = _impl(func, (), args, kwargs)
+    out = plainly(func, (), args, kwargs)
     if type(out) is T:
         spec = args[0]._spec
         wrap(out, spec)
@@ -97,7 +91,7 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     """As ``_same``; of a leaf it may be the way to an array of numpy's on the same memory."""
     out = _same(func, args, kwargs)
     try:
-        leaf = _impl(_is_leaf, (), (args[0],))
+        leaf = plainly(get_is_leaf, (), (args[0],))
     except RuntimeError:  # one of several views, of which another was written: autograd tells nothing of its graph
         leaf = False
     if out is args[0] or leaf:
@@ -120,13 +114,13 @@ def _watch(func: Any, args: Any, kwargs: Any) -> Any:
         autograd.note_call(leaf)
         hook(leaf)
 
-    return _impl(func, (), (args[0], run))
+    return plainly(func, (), (args[0], run))
 
 
 def _retain(func: Any, args: Any, kwargs: Any) -> Any:
     """``retain_grad``."""
     autograd.refuse_late(args[0], "retain_grad")
-    return _impl(func, (), args, kwargs)
+    return plainly(func, (), args, kwargs)
 
 
 def _component(part: Any) -> property:
@@ -216,7 +210,7 @@ def _graph_node(func: Any, args: Any, kwargs: Any) -> Any:
     leaf = args[0].__dict__.get("_shows")
     if leaf is not None:
         engine.give_node(leaf)
-    return _impl(func, (), args, kwargs)
+    return plainly(func, (), args, kwargs)
 
 
 def _reshaping(base: Any) -> Handler:
@@ -235,8 +229,8 @@ def _reshaping(base: Any) -> Handler:
             args, kwargs = (x, tuple(dim for dim in asked if x.shape[dim] == 1)), {}
         after, _ = on_one_device(base, x, args, kwargs)
         if not any(isinstance(p, RaggedShard) for p in x._spec.placements):  # its part is flat
-            _impl(func, (), args, kwargs)
-            if _impl(T.size, (), (x,)) != plan.spec.local_shape:  # of several dims of size 1 another one is cut: empty
+            plainly(func, (), args, kwargs)
+            if plainly(T.size, (), (x,)) != plan.spec.local_shape:  # another of several dims of size 1 is cut
                 _reshape_nothing(x, plan.spec.local_shape)
         x._spec = plan.spec
         note(x, after[0].stride())
@@ -252,14 +246,14 @@ def _reshape_nothing(x: Any, shape: tuple[int, ...]) -> None:
         x: whose part has the dims of ``shape`` in another order, those of size 1 apart.
         shape: what the part becomes.
     """
-    _impl(T.squeeze_, (), (x,))
+    plainly(T.squeeze_, (), (x,))
     for dim, size in enumerate(size for size in shape if size != 1):
-        found = _impl(T.size, (), (x,)).index(size, dim)
+        found = plainly(T.size, (), (x,)).index(size, dim)
         if found != dim:
-            _impl(T.transpose_, (), (x, dim, found))
+            plainly(T.transpose_, (), (x, dim, found))
     for dim, size in enumerate(shape):
         if size == 1:
-            _impl(T.unsqueeze_, (), (x, dim))
+            plainly(T.unsqueeze_, (), (x, dim))
 
 
 # ---- metadata ----
@@ -294,7 +288,7 @@ def _get_item(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _item(self: Any, index: Any) -> Any:
     """``x[index]`` without an interception, which takes as long as all the rest."""
-    if type(self) is DTensor and _enabled():
+    if type(self) is DTensor and torch_function_enabled():
         return _get_item(T.__getitem__, (self, index), {})
     return T.__getitem__(self, index)
 
@@ -307,11 +301,11 @@ def install() -> None:
         is_sparse_csr volatile grad_dtype name _backward_hooks _post_accumulate_grad_hooks _base _grad_fn _cdata"""
     for name in getters.split():
         if hasattr(T, name) and hasattr(getattr(T, name), "__get__"):
-            table[_get(name)] = _local
-    table[_get("grad_fn")] = _graph_node
+            table[getter(name)] = _local
+    table[getter("grad_fn")] = _graph_node
     for name in "_backward_hooks _post_accumulate_grad_hooks _grad grad_dtype name names retains_grad volatile".split():
         if hasattr(T, name):  # torch itself sets hooks on the base of a view that is written
-            table[getattr(T, name).__set__] = _local
+            table[setter(name)] = _local
     for part in (torch.real, torch.imag):
         setattr(DTensor, part.__name__, _component(part))
     for name in """data_ptr element_size untyped_storage storage_offset is_floating_point is_complex is_signed
@@ -325,7 +319,7 @@ def install() -> None:
         table[getattr(torch, name)] = _local
     table[T.detach] = table[torch.detach] = table[T.detach_] = _detach
     table[T.requires_grad_] = table[T.pin_memory] = _same
-    table[_get("data")] = _data
+    table[getter("data")] = _data
     table[T.is_same_size] = table[torch.is_same_size] = _same_size
     table[torch.numel] = lambda func, args, kwargs: (args[0] if args else kwargs["input"]).numel()
     table[T.__reversed__] = lambda func, args, kwargs: args[0].flip(0) if args[0].dim() else args[0]
