@@ -254,7 +254,7 @@ class Visits:
 
     def _expect_end(self) -> None:
         """End the step when the backward that runs is over."""
-        if self._task != in_backward():
+        if self._task != backward_id() != -1:
             self._task = backward_id()
             _engine.queue_callback(self._end)
 
