@@ -180,40 +180,46 @@ _NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     try:
-        if kwargs:
-            if len(kwargs) == 1 and len(args) == 1:
+        count = len(args)
+        a = args[0]
+        if type(a) is not DTensor:
+            if type(a) is list or type(a) is tuple:
+                plan = _PLANS[_key_of_list(func, args, kwargs)]
+            elif kwargs:
+                plan = _PLANS[func, count, *map(_short, args), *kwargs, *map(_short, kwargs.values())]
+            else:
+                plan = _PLANS[func, *map(_short, args)]
+        elif kwargs:
+            if len(kwargs) == 1 and count < 3:
                 [(name, value)] = kwargs.items()
                 kind = type(value)
-                plan = _PLANS[
-                    func, 1, args[0]._spec, name, value._spec if kind is DTensor else float if kind is float else value
-                ]
+                value = value._spec if kind is DTensor else float if kind is float else value
+                if count == 1:
+                    plan = _PLANS[func, 1, a._spec, name, value]
+                else:
+                    b = args[1]
+                    b_type = type(b)
+                    b = b._spec if b_type is DTensor else float if b_type is float else b
+                    plan = _PLANS[func, 2, a._spec, b, name, value]
             else:
                 plan = _PLANS[
                     (
                         func,
-                        len(args),
+                        count,
                         *[a._spec if type(a) is DTensor else float if type(a) is float else a for a in args],
                         *kwargs,
                         *[v._spec if type(v) is DTensor else float if type(v) is float else v for v in kwargs.values()],
                     )
                 ]
+        elif count == 2:
+            b = args[1]
+            b_type = type(b)
+            plan = _PLANS[func, a._spec, b._spec if b_type is DTensor else float if b_type is float else b]
+        elif count == 1:
+            plan = _PLANS[func, a._spec]
         else:
-            count = len(args)
-            if count == 2:
-                a, b = args
-                b_type = type(b)
-                plan = _PLANS[
-                    func,
-                    a._spec if type(a) is DTensor else a,
-                    b._spec if b_type is DTensor else float if b_type is float else b,
-                ]
-            elif count == 1:
-                plan = _PLANS[func, args[0]._spec]
-            else:
-                plan = _PLANS[
-                    (func, *[a._spec if type(a) is DTensor else float if type(a) is float else a for a in args])
-                ]
-    except (KeyError, TypeError, AttributeError):
+            plan = _PLANS[(func, *[a._spec if type(a) is DTensor else float if type(a) is float else a for a in args])]
+    except (KeyError, TypeError, AttributeError, IndexError):
         plan = None
     if plan is None:  # outside the handler: an error of the operation has nothing to do with the one that was caught
         return dispatch(func, types, args, kwargs)
@@ -230,6 +236,30 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
     if plan.plain:
         return plainly(func, types, args, kwargs) if kwargs else plainly(func, types, args)
     return plan.run(args, kwargs)
+
+
+def _short(value: Any) -> Any:
+    kind = type(value)
+    return value._spec if kind is DTensor else float if kind is float else value
+
+
+def _short_key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return the key by which `_torch_function` finds a plan."""
+    if args and type(args[0]) in (list, tuple):
+        return _key_of_list(func, args, kwargs)
+    short = map(_short, args)
+    return (func, len(args), *short, *kwargs, *map(_short, kwargs.values())) if kwargs else (func, *short)
+
+
+def _key_of_list(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return the short key of a call with a list of DTensors first, as `torch.cat` has it.
+
+    Raises:
+        AttributeError: one of the list is not a DTensor.
+    """
+    first, *others = args
+    key = (func, type(first), len(first), *[tensor._spec for tensor in first], *map(_short, others))
+    return (*key, *kwargs, *map(_short, kwargs.values())) if kwargs else key
 
 
 class _Unhashable(Exception):
@@ -312,14 +342,11 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             return _SPECIAL["the places where", func](func, args, kwargs or {})
         plan = plan_of(key, func, args, kwargs or {})
         if plan.hot:
-            short = [a._spec if type(a) is DTensor else float if type(a) is float else a for a in args]
-            if kwargs:
-                values = [v._spec if type(v) is DTensor else float if type(v) is float else v for v in kwargs.values()]
-                short = [len(args), *short, *kwargs, *values]
-            # With a list, or tensors in a tuple, which a key would keep alive, it is found by the long key alone.
-            if not any(next(tensors_of((each,), {}), None) is not None for each in short):
-                with contextlib.suppress(TypeError):
-                    _PLANS[(func, *short)] = plan
+            with contextlib.suppress(TypeError, AttributeError):  # a list elsewhere, or of plain tensors too
+                short = _short_key(func, args, kwargs)
+                # With tensors in a tuple, which a key would keep alive, it is found by the long key alone.
+                if next(tensors_of(short, {}), None) is None:
+                    _PLANS[short] = plan
     return plan.run(args, kwargs)
 
 
