@@ -42,7 +42,8 @@ WINGS = ("neutral", "torch", "mindspore")
 ROLES = frozenset(
     f"hp_platform.{role}"
     for role in (
-        "collectives devices frames fused groups random torch.dry torch.grouped torch.heavy torch.host torch.internals"
+        "collectives devices frames fused groups random"
+        " torch.devices torch.dry torch.grouped torch.heavy torch.internals"
     ).split()
 )
 """Modules that are public by themselves."""

@@ -16,8 +16,8 @@ from hp_plan import ParallelPlan, PlanError, dry_run
 from hp_plan.torch.dry.ledger import Ledger
 from hp_plan.torch.dry.playing import dry
 from hp_plan.torch.dry.reading import report_of
+from hp_platform.torch.devices import empty_on_host
 from hp_platform.torch.dry import dry_world
-from hp_platform.torch.host import empty_on_host
 from hp_testing import device_type, run_ranks
 from hp_testing.pools.pool import close_pool
 

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 from hp_fsdp.grad_norm import counts_here
 from hp_fsdp.groups.managed_params import Roster
-from hp_fsdp.port import sharding
+from hp_fsdp.port import explaining, sharding
 
-__all__ = ["Roster", "counts_here", "watch_optimizers"]
+__all__ = ["Roster", "counts_here", "kept_gathered", "watch_optimizers"]
+
+
+@contextlib.contextmanager
+def kept_gathered(model: Any, most: int | None = None) -> Iterator[list[str]]:
+    """Inside, groups of a sharded model stay gathered once a forward has gathered them; then all are shards again.
+
+    Args:
+        model: the outermost sharded module.
+        most: bytes of gathered parameters that stay. Default: all.
+
+    Yields:
+        The names of the groups that stay gathered: the outermost first, then in order, as long as they fit.
+    """
+    before, names, left = [], [], most
+    for group in model._groups(True):
+        before.append((group, group.reshard_after_forward))
+        nbytes = sum(explaining().bytes_of(bucket).gathered for bucket in group.buckets)
+        if left is None or nbytes <= left:
+            left = None if left is None else left - nbytes
+            group.reshard_after_forward = False
+            names.append(group.name)
+        else:
+            group.reshard_after_forward = True
+    try:
+        yield names
+    finally:
+        for group, reshards in before:
+            group.reshard_after_forward = reshards
+            group.reshard()
 
 
 def watch_optimizers() -> None:

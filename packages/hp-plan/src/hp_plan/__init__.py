@@ -84,7 +84,9 @@ __all__ = [
     "compare_readings",
     "dry_run",
     "fit",
+    "generating",
     "lint",
+    "log_probabilities",
     "order_axes",
     "probe",
     "read_readings",
@@ -96,6 +98,8 @@ __all__ = [
 if TYPE_CHECKING:
     from hp_plan.torch.build import build_model, build_optimizer, build_parallel_model, build_schedule
     from hp_plan.torch.dry.api import dry_run, fit, probe, simulate_rank, tune
+    from hp_plan.torch.generation.generating import generating
+    from hp_plan.torch.generation.log_probabilities import log_probabilities
     from hp_plan.torch.verify import verify
 
 __getattr__, __dir__ = lazy_exports(
@@ -107,6 +111,8 @@ __getattr__, __dir__ = lazy_exports(
         "build_schedule": "build",
         "dry_run": "dry.api",
         "fit": "dry.api",
+        "generating": "generation.generating",
+        "log_probabilities": "generation.log_probabilities",
         "probe": "dry.api",
         "simulate_rank": "dry.api",
         "tune": "dry.api",

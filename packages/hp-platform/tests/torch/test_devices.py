@@ -10,7 +10,7 @@ import torch
 import hp_platform
 from hp_platform import get_platform
 from hp_platform.devices import Devices
-from hp_platform.torch.host import empty_on_host, host_observers
+from hp_platform.torch.devices import empty_on_host, host_observers
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device

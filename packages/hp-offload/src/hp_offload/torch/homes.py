@@ -35,7 +35,7 @@ from hp_offload.port import link
 from hp_offload.torch.around import wrap_inside
 from hp_offload.torch.swapping import address_of, changed, kept, residents, unpack
 from hp_platform import get_platform
-from hp_platform.torch.host import empty_on_host
+from hp_platform.torch.devices import empty_on_host
 from hp_platform.torch.internals import backward_id, in_backward, saved_hooks_above
 
 T = torch.Tensor

@@ -27,8 +27,8 @@ from hp_offload.torch.regions.sites import module_of
 from hp_offload.torch.swapping import Packed, SwapRun, address_of_storage, swapping, unpack
 from hp_offload.torch.tracing import trace
 from hp_platform import get_platform
+from hp_platform.torch.devices import empty_on_host
 from hp_platform.torch.heavy import mark
-from hp_platform.torch.host import empty_on_host
 
 __all__ = [
     "apply",

@@ -7,7 +7,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from hp_platform.devices import devices
 from hp_platform.port import Capabilities
 
 
@@ -136,3 +138,25 @@ def reset_peak_memory(kind: str) -> None:
 def empty_cache(kind: str) -> None:
     """Give cached memory back."""
     device_module(kind).empty_cache()
+
+
+host_observers: list[Callable[[torch.Tensor], None]] = []
+"""Are told of each tensor that `empty_on_host` returns."""
+
+
+def empty_on_host(size: int, dtype: torch.dtype, *, pin: bool = True, from_host: bool = False) -> torch.Tensor:
+    """Allocate memory of the host, which dispatch modes do not see.
+
+    Args:
+        size: number of elements.
+        dtype: of them.
+        pin: page-locked, where the device copies from such memory beside the computation.
+        from_host: for copies of tensors that are on the CPU whatever the device, which is never page-locked.
+    """
+    device = torch.device("cpu") if from_host else devices.host_device()
+    with _disable_current_modes():
+        pinned = pin and not from_host and devices.capabilities.pinned_memory
+        memory = torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
+    for observer in host_observers:
+        observer(memory)
+    return memory

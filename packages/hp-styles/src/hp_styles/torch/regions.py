@@ -149,6 +149,19 @@ def around(module: torch.nn.Module, run: Callable[..., Any]) -> None:
     module._not_pickled = NotPickled()  # type: ignore[assignment]
 
 
+@contextlib.contextmanager
+def as_computed(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, a module with a style returns what its forward computes: its style's output layout is left out."""
+    hooks = module._forward_hooks
+    of_styles = {key: call for key, call in hooks.items() if isinstance(getattr(call, "__self__", None), NotPickled)}
+    for key in of_styles:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        hooks.update(of_styles)
+
+
 def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Change the tensors of a value, in tuples, lists and dictionaries; other containers keep their content."""
     if isinstance(value, torch.Tensor):

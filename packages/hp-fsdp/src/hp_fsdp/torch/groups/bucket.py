@@ -27,7 +27,7 @@ from hp_fsdp.torch.groups.deterministic import MicroBatchBuffer
 from hp_fsdp.torch.groups.gradients import GradientBuffer
 from hp_fsdp.torch.groups.parameter import ManagedParameter, check_registered, find_registered, has_own_setattr
 from hp_platform import collectives, get_platform
-from hp_platform.torch.host import empty_on_host
+from hp_platform.torch.devices import empty_on_host
 from hp_platform.torch.internals import (
     get_device,
     get_dtype,

@@ -19,7 +19,7 @@ from hp_dtensor import DeviceMesh
 from hp_fsdp.axes import DataAxes, ReduceScatterGroup
 from hp_platform import collectives, get_platform
 from hp_platform.extend import CopyLink
-from hp_platform.torch.host import empty_on_host
+from hp_platform.torch.devices import empty_on_host
 
 
 class Communication:
@@ -148,7 +148,7 @@ class D2HCopy:
 
     Args:
         tensor: the source; kept until the copy is over.
-        pin: see `hp_platform.torch.host.empty_on_host`.
+        pin: see `hp_platform.torch.devices.empty_on_host`.
         then: called with the copy when it is done.
         link: see `on_copy_stream`.
     """

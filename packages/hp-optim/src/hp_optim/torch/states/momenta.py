@@ -17,7 +17,7 @@ import torch
 from hp_optim.swapping import OwnLink, SwapOptimizerConfig, cut_in_slices
 from hp_optim.torch.states.blocks import view_like, wrapped_like
 from hp_platform.extend import CopyLink
-from hp_platform.torch.host import empty_on_host
+from hp_platform.torch.devices import empty_on_host
 from hp_platform.torch.internals import without_torch_function
 
 Event = Any

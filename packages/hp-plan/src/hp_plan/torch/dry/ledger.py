@@ -25,8 +25,8 @@ from hp_dtensor.torch.extend import Modules
 from hp_plan.torch.dry.compat import calling_line, running_module
 from hp_plan.torch.dry.flops import flops_of
 from hp_plan.torch.dry.likeness import Results
+from hp_platform.torch.devices import host_observers
 from hp_platform.torch.dry import value_observers
-from hp_platform.torch.host import host_observers
 from hp_platform.torch.internals import in_backward, without_torch_function
 
 T = torch.Tensor

@@ -1,0 +1,293 @@
+"""`generating`: transformers' `generate` on a model under a plan.
+
+Note [Draws by number]
+    A token is drawn from its distribution by a number in [0, 1) that is a function of a seed, of the number of its
+    prompt among all, and of its place after the prompt. So the tokens of a prompt do not depend on the rank that
+    generates them, nor on what else is in its batch, as far as the probabilities have the same bits. transformers draws
+    by `torch.multinomial`: the last of its processors of logits leaves it the one token that the number chooses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hp_fsdp import FSDPModule
+from hp_fsdp.extend import kept_gathered
+from hp_pipeline import PipelinedModel
+from hp_plan.torch.generation.log_probabilities import log_probabilities
+from hp_platform import get_platform
+
+T = torch.Tensor
+_64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationReport:
+    """How far what generation said of its tokens is from what the model's forward in training says of them.
+
+    Attributes:
+        tokens: generated on this rank, ends of texts with them, padding without.
+        largest: difference of two log-probabilities of one token, in nats.
+        equal: share of tokens with the same bits.
+        row: of the text with the largest difference.
+        place: of that token, counted from the prompt's end.
+    """
+
+    tokens: int
+    largest: float
+    equal: float
+    row: int
+    place: int
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        if not self.tokens:
+            return "no token was generated"
+        return (
+            f"{self.tokens} tokens: log-probabilities differ by at most {self.largest:.2g} (text {self.row}, token"
+            f" {self.place}), {self.equal:.0%} have the same bits"
+        )
+
+
+class Generation:
+    """What `generating` yields.
+
+    Attributes:
+        gathered: names of the groups of `fully_shard` whose parameters stay gathered.
+        sequences: what the last `generate` returned, (rows, prompt and new tokens); None before.
+        log_probabilities: of its new tokens, (rows, new tokens), as generation computed them, at temperature 1 and
+            before any filter; 0 after a text's end. None where beams were searched.
+        counts: (rows, new tokens), True for tokens up to the end of their text.
+    """
+
+    def __init__(self, model: nn.Module, gathered: list[str], seed: int | None) -> None:
+        self._model, self._seed = model, seed
+        self.gathered = gathered
+        self.sequences: T | None = None
+        self.log_probabilities: T | None = None
+        self.counts: T | None = None
+        self._mask: T | None = None
+
+    def report(self) -> GenerationReport:
+        """Compare the log-probabilities of the last `generate` with those of one forward of whole texts.
+
+        Every rank calls it, after its `generate`.
+
+        Raises:
+            RuntimeError: before a `generate`, or after one with beams.
+        """
+        if self.sequences is None or self.log_probabilities is None or self.counts is None:
+            raise RuntimeError("report: call it after a generate without beams, in the same generating(...)")
+        new = self.log_probabilities.shape[1]
+        mask = torch.ones_like(self.sequences)
+        if self._mask is not None:
+            mask[:, : self._mask.shape[1]] = self._mask
+        if new:
+            mask[:, -new:] = self.counts
+        with torch.no_grad():
+            whole = log_probabilities(self._model, self.sequences, attention_mask=mask).log_probabilities
+        whole = whole[:, whole.shape[1] - new :]
+        both = self.log_probabilities[self.counts], whole[self.counts].to(self.log_probabilities.dtype)
+        if not both[0].numel():
+            return GenerationReport(0, 0.0, 1.0, 0, 0)
+        differences = torch.where(self.counts, (self.log_probabilities - whole).abs(), 0.0)
+        row, place = divmod(int(differences.argmax()), new)
+        equal = float((both[0] == both[1]).double().mean())
+        return GenerationReport(both[0].numel(), float(differences.max()), equal, row, place)
+
+    def _generate(self, original: Any, *args: Any, samples: Sequence[int] | None = None, **options: Any) -> Any:
+        name = next((name for name in ("inputs", "input_ids") if options.get(name) is not None), "inputs")
+        prompts, *rest = args if args else (options.pop(name, None),)
+        batch = len(prompts) if isinstance(prompts, torch.Tensor) else -1
+        if not batch:  # transformers takes no batch of none: a text that ends at once stands in, and is dropped
+            prompts, samples = prompts.new_zeros((1, max(prompts.shape[1], 1))), None if samples is None else [0]
+            options |= {"attention_mask": torch.ones_like(prompts), "stopping_criteria": [_ends_at_once]}
+        recorder = _Recorder(self._seed, samples)
+        owner: Any = self._model
+        inner = owner._get_logits_processor
+
+        @functools.wraps(inner)
+        def with_recorder(generation_config: Any, *args: Any, **options: Any) -> Any:
+            processors = inner(generation_config, *args, **options)
+            recorder.begin(generation_config)
+            processors.insert(0, recorder.look)
+            if recorder.draws:
+                processors.append(recorder.draw)
+            return processors
+
+        owner._get_logits_processor = with_recorder
+        try:
+            output = original(*([] if prompts is None else [prompts]), *rest, **options)
+        finally:
+            del owner._get_logits_processor
+        if not batch:
+            output = output[:0] if isinstance(output, torch.Tensor) else output.sequences[:0]
+        sequences: T = output if isinstance(output, torch.Tensor) else output.sequences
+        self.sequences = sequences
+        self.log_probabilities, self.counts = recorder.end(sequences)
+        mask = options.get("attention_mask")
+        each = len(sequences) // len(mask) if mask is not None and batch else 1
+        self._mask = None if mask is None else mask[: len(sequences)].repeat_interleave(each, 0)
+        return output
+
+
+def _ends_at_once(ids: T, scores: Any, **options: Any) -> T:
+    return torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+
+
+class _Recorder:
+    """Notes log-probabilities as tokens are chosen, and chooses them; see Note [Draws by number]."""
+
+    def __init__(self, seed: int | None, samples: Sequence[int] | None) -> None:
+        self._seed, self._samples = seed, samples
+        self._found: list[T] = []
+        self._before: T | None = None
+        self._prompt = -1
+        self._ends: T | None = None
+        self.draws = False
+        self._beams = False
+
+    def begin(self, config: Any) -> None:
+        """Read how tokens are chosen.
+
+        Raises:
+            ValueError: numbers of prompts are missing, or there is nothing to draw by them.
+        """
+        self._beams = (config.num_beams or 1) > 1
+        self._ends = getattr(config, "_eos_token_tensor", None)
+        self.draws = bool(config.do_sample) and self._seed is not None
+        if self.draws and self._beams:
+            raise ValueError("generating(seed=): beams are not drawn by number; take num_beams=1, or no seed")
+        if self.draws and self._samples is None:
+            if get_platform().groups.size() > 1:
+                raise ValueError(
+                    "generate: with generating(seed=) on several ranks pass samples=, the number of each prompt among"
+                    " those of all ranks; ranks that share prompts (tp) pass the same"
+                )
+        if self._samples is not None and not self.draws:
+            raise ValueError("generate: samples= is for do_sample=True inside generating(model, seed=...)")
+
+    def look(self, ids: T, scores: T) -> T:
+        """Note the log-probabilities of the next token, before any filter."""
+        if self._prompt < 0:
+            self._prompt = ids.shape[1]
+        if not self._beams:
+            self._note(ids)
+            self._before = scores.log_softmax(-1)
+        return scores
+
+    def _note(self, ids: T) -> None:
+        if self._before is not None:
+            self._found.append(self._before.gather(-1, ids[:, -1:]))
+
+    def draw(self, ids: T, scores: T) -> T:
+        """Leave one token of each row."""
+        rows = len(scores)
+        samples = range(rows) if self._samples is None else self._samples
+        each = rows // max(len(samples), 1)
+        if each * len(samples) != rows:
+            raise ValueError(f"generate: samples= has {len(samples)} numbers for {rows} texts")
+        place = ids.shape[1] - self._prompt
+        assert self._seed is not None
+        drawn = [uniform(self._seed, samples[row // each], row % each, place) for row in range(rows)]
+        numbers = torch.tensor(drawn, dtype=torch.float64, device=scores.device)[:, None]
+        sums = scores.double().softmax(-1).cumsum(-1)
+        chosen = torch.searchsorted(sums, numbers * sums[:, -1:], right=True).clamp_max(scores.shape[-1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, chosen, 0.0)
+
+    def end(self, sequences: T) -> tuple[T | None, T | None]:
+        """Return the log-probabilities of the new tokens, and which of them count."""
+        if self._beams or self._prompt < 0:
+            return None, None
+        new = sequences[:, self._prompt :]
+        if len(sequences):
+            self._note(sequences)
+        elif self._before is not None:
+            self._found.append(self._before[:, :1])
+        found = torch.cat(self._found, 1)[: len(new), : new.shape[1]]
+        over = torch.zeros_like(new, dtype=torch.bool)
+        if self._ends is not None:
+            ends = torch.isin(new, self._ends.to(new.device))
+            over = (ends.long().cumsum(1) - ends.long()) > 0
+        return torch.where(over, 0.0, found), ~over
+
+
+def uniform(seed: int, *numbers: int) -> float:
+    """Return a number in [0, 1) that looks drawn, a function of the arguments alone.
+
+    It mixes 64 bits by the finalizer of Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    OOPSLA 2014, once for each argument; 53 of them are used.
+    """
+    state = seed & _64
+    for number in (*numbers, 0):
+        state = (state + 0x9E3779B97F4A7C15 * (number + 1)) & _64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _64
+        state ^= state >> 31
+    return (state >> 11) / float(1 << 53)
+
+
+@contextlib.contextmanager
+def generating(model: nn.Module, *, seed: int | None = None, memory: int | None = None) -> Iterator[Generation]:
+    """Generate with a model under a plan: inside, `model.generate` is transformers' own, and fast and repeatable.
+
+    The model is in evaluation mode. Groups of `fully_shard` gather their parameters in the first forward and keep them,
+    instead of gathering them for each token; at the end all are shards again. Ranks whose texts end early wait for the
+    others as under torch's `fully_shard`: transformers keeps them in step.
+
+    Example:
+        >>> with generating(model, seed=0) as generation:
+        ...     texts = model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=64, samples=numbers)
+        ...     print(generation.report())
+
+    Args:
+        model: a causal language model of transformers, plain or under a plan. Every rank of the plan calls it.
+        seed: of draws. With it `model.generate(..., do_sample=True)` draws each token by (seed, number of the prompt,
+            place), so tokens do not depend on the layout; on several ranks it needs `samples=`, the number of each
+            prompt of this rank among those of all. Default: torch's generator draws.
+        memory: bytes of gathered parameters that may stay on a device; groups that do not fit are gathered for each
+            token. Default: all stay.
+
+    Yields:
+        A `Generation`.
+
+    Raises:
+        NotImplementedError: a model in stages, with `cp`, or without `generate`.
+        ValueError: a negative number of bytes.
+    """
+    if isinstance(model, PipelinedModel):
+        raise NotImplementedError(
+            "generating: a model in stages (pp) does not generate; load its checkpoint without pp"
+        )
+    if any(getattr(module, "_context_parallel", False) for module in model.modules()):
+        raise NotImplementedError("generating: a model with cp does not generate; apply the plan without cp")
+    if not callable(getattr(model, "generate", None)) or not hasattr(model, "_get_logits_processor"):
+        raise NotImplementedError(f"generating: {type(model).__name__} has no generate of transformers")
+    if memory is not None and memory < 0:
+        raise ValueError(f"generating: memory must be a number of bytes, got {memory}")
+    owner: Any = model
+    original, before = owner.generate, vars(owner).get("generate")
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    with contextlib.ExitStack() as stack:
+        gathered: list[str] = []
+        if isinstance(model, FSDPModule):
+            gathered = stack.enter_context(kept_gathered(model, memory))
+        generation = Generation(model, gathered, seed)
+        owner.generate = functools.partial(generation._generate, original)
+        try:
+            yield generation
+        finally:
+            if before is None:
+                del owner.generate
+            else:
+                owner.generate = before
+            for module in trained:
+                module.training = True
