@@ -7,7 +7,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hp_checkpoint import Checkpointer, CheckpointError, InvalidCheckpointError, Keep
-from hp_checkpoint.extend import LastWords, Ranks
+from hp_checkpoint.extend import Copies, LastWords, Ranks
 from hp_offload.extend import BudgetError
 from hp_plan import ParallelPlan, PlanError
 from hp_plan.extend import ReadingsFile, data_parallel_rows, decode, earliest, encode, vocabulary
@@ -35,7 +35,17 @@ from hyper_parallel.data import (
 from hyper_parallel.data.samples import Batches
 from hyper_parallel.data.tokenization.tokenized import agreed_files, with_tokens
 from hyper_parallel.launching.launch import Resume
-from hyper_parallel.port import Numbers, Pending, Profiler, Trainer, gathering, profiling, shortages, training
+from hyper_parallel.port import (
+    Numbers,
+    Pending,
+    Profiler,
+    Trainer,
+    copying,
+    gathering,
+    profiling,
+    shortages,
+    training,
+)
 from hyper_parallel.reports.output import CHECKPOINTS, OutputError, Step, attempt, replace_text
 from hyper_parallel.reports.run_metadata import known_peak
 from hyper_parallel.supervision.run_end import (
@@ -116,6 +126,19 @@ class _Launched:
     readings: Pending | None = None
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """The numbers of a step, as a copy has them."""
+
+    values: np.ndarray
+
+    def read(self) -> np.ndarray:
+        return self.values
+
+    def ready(self) -> bool:
+        return True
+
+
 class Run:
     """A run of a plan on this rank. Every rank makes it and calls it together.
 
@@ -133,6 +156,8 @@ class Run:
         until: stop after this step; None trains to the plan's last.
         stop: tells whether to stop after the step; None never does.
         tell: called with what became of the last finished step when the run fails, on one rank that is left.
+        copies: of this rank's state, kept as `[recovery]` says; where all ranks have one of a step the run goes on from
+            the newest, whatever `resume` says. A run that fails saves nothing then: its copies are there.
 
     Attributes:
         plan: the plan, its data in tokens.
@@ -157,13 +182,15 @@ class Run:
         until: int | None = None,
         stop: Stop | None = None,
         tell: Callable[[str], object] | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self._stop, self.ranks = stop, Ranks()
         self.folder = Path(self.ranks.first(str(folder.absolute()).encode, "train").decode())
         given = plan
         self.plan = plan = with_tokens(plan, self.folder, self.ranks)
         self.contents, data = self._agreed_contents()
-        self.trainer: Trainer = training().Trainer(plan)
+        self._copies, copied = copies, None if copies is None else copies.newest(self.ranks)
+        self.trainer: Trainer = training().Trainer(plan, weights=copied is None)
         self._rows = data_parallel_rows(plan)
         known = vocabulary(plan.model)
         self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=known, data=data)
@@ -190,14 +217,18 @@ class Run:
         )
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
         steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
-        if resume != "no" and steps:
+        self._again: _Launched | None = None
+        if copied is not None or resume != "no" and steps:
             try:
-                self._load(steps, new_data=resume == "new-data")
+                if copies is not None and copied is not None:
+                    self._restore(copies, copied)
+                else:
+                    self._load(steps, new_data=resume == "new-data")
             except BaseException as error:  # the others may wait for this rank: it waits for nothing
                 self._batches.close()
                 self.checkpoints.__exit__(type(error))
                 raise
-        self._saved = self.step
+        self._saved = self.step if copied is None else max((each for each in steps if each <= copied), default=0)
         self._readings: ReadingsFile | None = None
         if self.trainer.capture is not None:
             layout = self.trainer.capture.layout()
@@ -208,7 +239,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
-            if isinstance(error, Exception) and not isinstance(error, DivergedError):
+            if isinstance(error, Exception) and not isinstance(error, DivergedError) and self._copies is None:
                 self._say_last_words(error)
             self._batches.close()
             if self._readings is not None:
@@ -238,21 +269,14 @@ class Run:
         A step is yielded when the next one has been launched, so that no device waits for the host: `step` is ahead by
         one then. Before a checkpoint or a validation, and at the end, all steps have been yielded.
         """
-        every, last = self.plan.run.checkpoint_every, None
-        while self.step < self._end and not self._asked:
-            try:
-                launched = self._launch(last)
-            except Exception:
-                if last is not None and last.numbers.ready():  # the line of a whole step
-                    yield self._finished(last)
-                raise
-            note_step("step", self.step)
-            if self._words is None:  # now the optimizer has its states
-                within, trainer = self.plan.run.stop_within, self.trainer
-                self._words = LastWords(self.checkpoints, trainer.model, trainer.optimizer, within=within)
-            if last is not None:
-                yield self._finished(last)
-            last, saves, validates = launched, bool(every) and self.step % every == 0, self._validates()
+        every, last, again = self.plan.run.checkpoint_every, None, self._again
+        while again is not None or (self.step < self._end and not self._asked):
+            if again is not None:
+                launched, again = again, None
+            else:
+                launched = yield from self._next(last)
+            last, validates = launched, self._validates()
+            saves = bool(every) and self.step % every == 0 and self._saved != self.step
             if saves or validates:
                 yield self._finished(last, validate=validates)
                 note_step("step", self.step)
@@ -265,6 +289,27 @@ class Run:
         if self._saved != self.step:
             self.save()
         note_step("end", self.step)
+
+    def _next(self, last: _Launched | None) -> Generator[Step, None, _Launched]:
+        """Launch a step, and yield the one before it."""
+        try:
+            launched = self._launch(last)
+        except Exception:
+            if last is not None and last.numbers.ready():  # the line of a whole step
+                yield self._finished(last)
+            raise
+        note_step("step", self.step)
+        if self._words is None and self._copies is None:  # now the optimizer has its states
+            within, trainer = self.plan.run.stop_within, self.trainer
+            self._words = LastWords(self.checkpoints, trainer.model, trainer.optimizer, within=within)
+        if last is not None:
+            yield self._finished(last)
+        return launched
+
+    @property
+    def written(self) -> int:
+        """How many steps of those that are done have been yielded when a run goes on."""
+        return self.step - (self._again is not None)
 
     @property
     def finished(self) -> bool:
@@ -295,7 +340,7 @@ class Run:
     def _launch(self, last: _Launched | None) -> _Launched:
         """Launch a step, and end the last one; nothing that the device computes is waited for."""
         begun = time.perf_counter()
-        if last is not None:
+        if last is not None and last.ended is None:
             last.ended = begun
         try:
             with self._profile.around(self.step + 1):
@@ -338,7 +383,43 @@ class Run:
         own = [loss if last else np.nan, norm, memory, batch.wait, operations, batch.rows.sizes.sum(), asked, last]
         own += () if self.trainer.measured is None else self.trainer.measured
         readings = None if capture is None else capture.take(loss)
-        return _Launched(self.step, lr, self._numbers(own), begun, readings=readings)
+        launched = _Launched(self.step, lr, self._numbers(own), begun, readings=readings)
+        if self._copies is not None and self.step % self.plan.recovery.every == 0:
+            self._keep(self._copies, launched)
+        return launched
+
+    def _keep(self, copies: Copies, launched: _Launched) -> None:
+        """Keep a copy of the step: what the next one rests on, and the numbers of this one, which is yielded later."""
+        self._write(launched.readings, self.step)
+        launched.readings = None
+        values, trainer = launched.numbers.read(), self.trainer
+        state = {
+            **copying().state_of(trainer.model, trainer.optimizer),
+            "schedule": trainer.schedule.state_dict(),
+            "data": self._position(trainer.experts()),
+            "numbers": np.ascontiguousarray(values),
+            "columns": values.shape[1],
+            "lr": launched.lr,
+            "seconds": time.perf_counter() - launched.begun,
+        }
+        try:
+            copies.keep(self.step, state)
+        except OSError as error:  # the run needs none to go on
+            self._copies = None
+            text = (
+                f"no copies are kept from step {self.step} on, so a fault costs the steps since the newest checkpoint"
+            )
+            warnings.warn(f"{text}: {error}", RuntimeWarning, stacklevel=2)
+
+    def _restore(self, copies: Copies, step: int) -> None:
+        """Go on from a copy, as if its step had just been launched."""
+        state, trainer = copies.restore(step), self.trainer
+        copying().fill(trainer.model, trainer.optimizer, state)
+        trainer.schedule.load_state_dict(state["schedule"])
+        self.step, self.sample = step, state["data"]["sample"]
+        trainer.go_on(step, state["data"]["experts"])
+        values = _Kept(np.array(state["numbers"]).view(np.float64).reshape(-1, state["columns"]))
+        self._again = _Launched(step, state["lr"], values, 0.0, ended=state["seconds"])
 
     def _write(self, readings: Pending | None, step: int) -> None:
         if readings is not None and self._readings is not None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import hp_plan
 import hp_platform
+from hp_checkpoint.extend import Copies
 from hp_pipeline import PipelineError
 from hp_plan import ParallelPlan, VerifyResult
 from hp_plan.extend import verifier
@@ -132,6 +133,7 @@ def train(
     until: int | None = None,
     stop: Stop | None = None,
     tell: Callable[[str], object] | None = None,
+    copies: Copies | None = None,
 ) -> Summary | None:
     """Train the plan's model and write the run's files. Every rank calls it.
 
@@ -143,6 +145,7 @@ def train(
         until: stop after this step.
         stop: tells whether to stop before the end.
         tell: called with what became of the last finished step when the run fails.
+        copies: of this rank's state, kept each step, and gone on from where there are some.
 
     Returns:
         The summary, on rank 0.
@@ -150,7 +153,7 @@ def train(
     leader = get_platform().groups.rank() == 0
     with contextlib.ExitStack() as stack:
         kept = stack.enter_context(keeping_warnings(get_platform().groups.rank()))
-        run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop, tell=tell))
+        run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop, tell=tell, copies=copies))
         kept.write_to(run.folder)
         name, curve, sinks = run.trainer.name, Curve(), list[Sink]()
         record = begin(run.folder, plan, run.contents, step=run.step, ranks=run.ranks)
@@ -162,9 +165,9 @@ def train(
         title += f", going on from step {run.step}" if run.step else ""
         if record is not None:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
-            for values in keep_lines(run.folder / METRICS, run.step):
+            for values in keep_lines(run.folder / METRICS, run.written):
                 curve.add(Step(**values))
-            keep_lines(run.folder / TEXTS, run.step)
+            keep_lines(run.folder / TEXTS, run.written)
             sinks = [JsonLines(run.folder / METRICS), *open_sinks(plan.metrics.sinks, run.folder, record)]
             for sink in sinks:
                 stack.callback(_closed, sink, run.missed)
