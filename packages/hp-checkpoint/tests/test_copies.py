@@ -57,7 +57,7 @@ def held():
 
 
 def newest(copies):
-    return copies.newest(Ranks(alone=True))
+    return max(copies.steps(Ranks(alone=True))[0], default=None)
 
 
 def test_a_state_comes_back_with_its_bytes_and_values(held):

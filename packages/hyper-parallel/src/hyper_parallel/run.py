@@ -7,7 +7,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,9 @@ class Run:
         given = plan
         self.plan = plan = with_tokens(plan, self.folder, self.ranks)
         self.contents, data = self._agreed_contents()
-        self._copies, copied = copies, None if copies is None else copies.newest(self.ranks)
+        self._copies, self._recovers = copies, copies is not None
+        held = [] if copies is None else copies.steps(self.ranks)
+        copied = max(set.intersection(*held), default=None) if held else None
         self.trainer: Trainer = training().Trainer(plan, weights=copied is None)
         self._rows = data_parallel_rows(plan)
         known = vocabulary(plan.model)
@@ -218,6 +220,8 @@ class Run:
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
         steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
         self._again: _Launched | None = None
+        if copied is None and not steps and any(held):
+            check_held(held, plan.recovery.every)
         if copied is not None or resume != "no" and steps:
             try:
                 if copies is not None and copied is not None:
@@ -239,7 +243,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
-            if isinstance(error, Exception) and not isinstance(error, DivergedError) and self._copies is None:
+            if isinstance(error, Exception) and not isinstance(error, DivergedError) and not self._recovers:
                 self._say_last_words(error)
             self._batches.close()
             if self._readings is not None:
@@ -299,12 +303,17 @@ class Run:
                 yield self._finished(last)
             raise
         note_step("step", self.step)
-        if self._words is None and self._copies is None:  # now the optimizer has its states
+        if self._words is None and not self._recovers:  # now the optimizer has its states
             within, trainer = self.plan.run.stop_within, self.trainer
             self._words = LastWords(self.checkpoints, trainer.model, trainer.optimizer, within=within)
         if last is not None:
             yield self._finished(last)
         return launched
+
+    @property
+    def origin(self) -> str:
+        """What the run goes on from: "a copy", "a checkpoint" or "the start"."""
+        return "a copy" if self._again is not None else "a checkpoint" if self.step else "the start"
 
     @property
     def written(self) -> int:
@@ -562,6 +571,25 @@ class Run:
             return
         fix = "take it from a backup, or choose another folder with --out"
         raise OutputError(f"{self.folder} has no checkpoint that can be read: {problem}; {fix}") from problem
+
+
+def check_held(held: Sequence[Collection[int]], every: int) -> None:
+    """Check that a run whose ranks have no step in common, and no checkpoint, has only begun.
+
+    Args:
+        held: the steps that each rank has a copy of.
+        every: how often they are kept.
+
+    Raises:
+        CheckpointError: steps were done that can't be restored.
+    """
+    if max(map(max, filter(None, held))) <= every:  # a fault in the first copy: nothing has been lost
+        return
+    texts = (f"rank {rank} of {sorted(steps) or 'none'}" for rank, steps in enumerate(held))
+    raise CheckpointError(
+        f"no step can be restored: the ranks have whole copies of no step together ({', '.join(texts)}), and there is"
+        " no checkpoint. Save some: run.checkpoint_every"
+    )
 
 
 def keep_lines(path: Path, steps: int) -> list[dict[str, Any]]:

@@ -108,7 +108,7 @@ def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
         if stop is not None and multiprocessing.parent_process() is not None:
             stop.end()
     except Exception as error:
-        if (process.peer_lost(error) or _of_another(error)) and not (stop is not None and stop.asked):
+        if (process.peer_lost(error) or failed_by_another(error)) and not (stop is not None and stop.asked):
             # The launcher hears of the peer that is gone or raises, ends this rank, and reports that peer.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_PATIENCE)
@@ -119,7 +119,7 @@ def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
         raise
 
 
-def _of_another(error: Exception) -> bool:
+def failed_by_another(error: Exception) -> bool:
     """Tell whether an error says that a stage failed on another rank: on that one it has a cause of its own."""
     return isinstance(error, PipelineError) and isinstance(error.__cause__, PipelineError | None)
 
@@ -134,6 +134,7 @@ def train(
     stop: Stop | None = None,
     tell: Callable[[str], object] | None = None,
     copies: Copies | None = None,
+    begun: Callable[[Run], object] | None = None,
 ) -> Summary | None:
     """Train the plan's model and write the run's files. Every rank calls it.
 
@@ -146,6 +147,7 @@ def train(
         stop: tells whether to stop before the end.
         tell: called with what became of the last finished step when the run fails.
         copies: of this rank's state, kept each step, and gone on from where there are some.
+        begun: called with the run before its first step.
 
     Returns:
         The summary, on rank 0.
@@ -155,6 +157,8 @@ def train(
         kept = stack.enter_context(keeping_warnings(get_platform().groups.rank()))
         run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop, tell=tell, copies=copies))
         kept.write_to(run.folder)
+        if begun is not None:
+            begun(run)
         name, curve, sinks = run.trainer.name, Curve(), list[Sink]()
         record = begin(run.folder, plan, run.contents, step=run.step, ranks=run.ranks)
         tokens = sum(content.tokens for content in run.contents)

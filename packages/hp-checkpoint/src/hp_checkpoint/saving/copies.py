@@ -115,14 +115,15 @@ class Copies:
             memory[: len(packed)] = np.frombuffer(packed, np.uint8)
         self._next = (self._next + 1) % SLOTS
 
-    def newest(self, ranks: Ranks) -> int | None:
-        """Return the newest step that every rank can restore, None without one; all ranks call it together."""
+    def steps(self, ranks: Ranks) -> list[set[int]]:
+        """Return the steps that each rank can restore, by rank; all ranks call it together."""
         own = json.dumps(sorted(self._readable())).encode()
-        everyone = [set(json.loads(each)) for each in ranks.gather(own)]
-        return max(set.intersection(*everyone), default=None)
+        return [set(json.loads(each)) for each in ranks.gather(own)]
 
     def restore(self, step: int) -> dict[str, Any]:
-        """Return a state that was kept, with arrays of bytes in the places of its tensors; what is kept next follows it.
+        """Return a state that was kept, with arrays of bytes in the places of its tensors.
+
+        What is kept next goes into the other slot.
 
         Raises:
             KeyError: no holder has the step whole.

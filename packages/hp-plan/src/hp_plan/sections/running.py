@@ -331,8 +331,8 @@ class RecoverySection:
     """How `hyper-parallel train --recover` goes on when a process is lost (PyTorch).
 
     Attributes:
-        every: keep a copy of each rank's state after so many steps, in memory that the launcher holds; a fault costs the
-            steps since then.
+        every: keep a copy of each rank's state after so many steps, in memory that the launcher holds; a fault costs
+            the steps since then.
         holders: so many copies, each in memory of its own: where one has other bits than were written, the next is
             taken.
         replace: `"lost"` puts a spare process into the place of one that is lost, and the others stay; `"all"` replaces
