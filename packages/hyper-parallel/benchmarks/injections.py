@@ -171,6 +171,7 @@ class Injection:
 '''
 LAUNCHER = program("""
 modules = ["hyper_parallel.worker", "hyper_parallel.torch.trainer", "torch._dynamo", "transformers.masking_utils"]
+modules.append("hyper_parallel.launching.member")
 multiprocessing.set_forkserver_preload([*modules, "transformers.models.qwen3.modeling_qwen3"])
 multiprocessing.forkserver.ensure_running()
 """)

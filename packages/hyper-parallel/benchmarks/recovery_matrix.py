@@ -60,6 +60,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "ep": {
         "mesh": {"dp_shard": 2, "ep": 2},
         "model": {"function": "injected:model", "overrides": {"experts": True}},
+        "styles": {"model.layers.*.mlp.experts": "expert_parallel"},
     },
     "cp": {"mesh": {"cp": 2}},
     "muon": {"mesh": {"dp_shard": 2}, "optimizer": {"name": "muon", "lr": 0.01}},

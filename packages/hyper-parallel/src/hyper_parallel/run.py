@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,13 @@ from hyper_parallel.launching.launch import Resume
 from hyper_parallel.port import (
     Numbers,
     Pending,
-    Profiler,
     Trainer,
     copying,
     gathering,
-    profiling,
     shortages,
     training,
 )
-from hyper_parallel.reports.output import CHECKPOINTS, OutputError, Step, attempt, replace_text
+from hyper_parallel.reports.output import CHECKPOINTS, OutputError, Step, attempt
 from hyper_parallel.reports.run_metadata import known_peak
 from hyper_parallel.supervision.run_end import (
     DivergedError,
@@ -58,49 +55,8 @@ from hyper_parallel.supervision.run_end import (
     write_shortage,
 )
 from hyper_parallel.training.evaluating import Prompts, Validation
-from hyper_parallel.training.resuming import changes, hyperparameters, next_sample, order
-
-PROFILE = "profile"
-
-
-class Profile:
-    """The steps of a plan's `[profile]`, on this rank.
-
-    Args:
-        plan: the run's.
-        trainer: whose model's modules are named in the trace.
-        folder: of the run.
-        rank: this process's.
-    """
-
-    def __init__(self, plan: ParallelPlan, trainer: Trainer, folder: Path, *, rank: int) -> None:
-        section = plan.profile
-        here = section.start is not None and rank in section.ranks
-        self._first = section.start if here else None
-        self._last = (section.start or 0) + section.steps - 1
-        self._model, self._path = trainer.model, folder / PROFILE / f"rank-{rank}.json"
-        self._profiler: Profiler | None = None
-
-    @contextlib.contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Record a step if it is one of those to profile; the trace is written after the last of them."""
-        if step == self._first:
-            self._path.parent.mkdir(exist_ok=True)
-            self._profiler = profiling().Profiler(self._model, self._path)
-        if self._profiler is None:
-            yield
-            return
-        with self._profiler.named(f"hp.step {step}"):
-            yield
-        if step == self._last:
-            self.close()
-
-    def close(self) -> None:
-        """Write what is recorded, of a run that ended before the last of its profiled steps."""
-        if self._profiler is not None:
-            self._profiler.close()
-            self._profiler = None
-
+from hyper_parallel.training.profiles import Profile
+from hyper_parallel.training.resuming import changes, check_held, hyperparameters, next_sample, order
 
 _GO_ON = "go on with the plan that the run has begun with, or choose another folder with --out"
 
@@ -571,39 +527,3 @@ class Run:
             return
         fix = "take it from a backup, or choose another folder with --out"
         raise OutputError(f"{self.folder} has no checkpoint that can be read: {problem}; {fix}") from problem
-
-
-def check_held(held: Sequence[Collection[int]], every: int) -> None:
-    """Check that a run whose ranks have no step in common, and no checkpoint, has only begun.
-
-    Args:
-        held: the steps that each rank has a copy of.
-        every: how often they are kept.
-
-    Raises:
-        CheckpointError: steps were done that can't be restored.
-    """
-    if max(map(max, filter(None, held))) <= every:  # a fault in the first copy: nothing has been lost
-        return
-    texts = (f"rank {rank} of {sorted(steps) or 'none'}" for rank, steps in enumerate(held))
-    raise CheckpointError(
-        f"no step can be restored: the ranks have whole copies of no step together ({', '.join(texts)}), and there is"
-        " no checkpoint. Save some: run.checkpoint_every"
-    )
-
-
-def keep_lines(path: Path, steps: int) -> list[dict[str, Any]]:
-    """Keep the lines of the first steps in a file of JSON lines, as later steps are taken again; return their values.
-
-    Args:
-        path: of `metrics.jsonl` or `texts.jsonl`, which may be missing.
-        steps: how many are done.
-    """
-    if not path.exists():
-        return []
-    # A process that was killed while it wrote has left a line without its end, maybe cut inside of a letter.
-    *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    values = {line: json.loads(line) for line in whole if line}
-    kept = [line for line in whole if line and values[line]["step"] <= steps]
-    replace_text(path, "".join(f"{line}\n" for line in kept))
-    return [values[line] for line in kept]

@@ -31,10 +31,11 @@ from hyper_parallel.reports.events import EventWriter, hand_over_output
 from hyper_parallel.reports.output import FILES, METRICS, TEXTS, Curve, OutputError, Step, Summary, attempt, draw_loss
 from hyper_parallel.reports.run_metadata import begin
 from hyper_parallel.reports.sinks import JsonLines, Sink, open_sinks
-from hyper_parallel.run import Run, keep_lines
+from hyper_parallel.run import Run
 from hyper_parallel.supervision.debugging import debugged
 from hyper_parallel.supervision.run_end import Stop, keeping_warnings, leave_together, note, tell_end
 from hyper_parallel.training.evaluating import Evaluation, evaluate, write_texts
+from hyper_parallel.training.resuming import keep_lines
 
 _PATIENCE = 20.0
 _FOR_A_PERSON = timedelta(days=30)
