@@ -2,7 +2,7 @@
 
 python packages/hyper-parallel/benchmarks/recovery_matrix.py [--injections 100] [--launchers 1] [--seed 0] [--plans]
 
-A rank is killed, ends by `os._exit`, raises, stands still, or stays in C with the interpreter; in the data, the
+A rank is killed, ends by `os._exit`, raises, loops in Python, or stays in C with the interpreter; in the data, the
 forward, a collective, the backward, before and in the optimizer's update, while a step is copied, in a save, and while
 one is written. Fails where a run does not end well, another rank is named than the one with the fault, its final
 weights or moments have other bits than those of the run without a fault, its metrics are others, or a step was trained
@@ -30,8 +30,7 @@ from hp_checkpoint.extend import diff
 from hp_plan import ParallelPlan
 
 STEPS, BATCH = 8, 12
-HOWS = ("kill", "exit", "raise", "stop", "keep")
-HANGS = ("stop", "keep")
+HOWS = ("kill", "exit", "raise", "loop", "keep")
 MOMENTS = (
     *("data", "forward", "collective", "backward", "before the update", "optimizer", "copy"),
     *("save", "writing"),

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import hp_platform
@@ -128,7 +129,7 @@ def _clear() -> None:
     gc.collect()
 
 
-def start(job: Job) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+def start(job: Job) -> tuple[BaseProcess, Connection]:
     """Start a process that takes part in epochs; return it with a connection to it.
 
     Args:
