@@ -37,7 +37,7 @@ def model(log="", injection="", experts=False, **sizes):
     rank = os.environ.get("RANK")  # None in the launcher, which looks at the model beforehand
     if log and rank is not None:
         log_samples(f"{log}-{rank}.jsonl")
-    if injection and str(json.loads(injection)["rank"]) == rank:
+    if injection and rank is not None and json.loads(injection)["rank"] in (int(rank), -1):
         Injection(**json.loads(injection))
     if experts:
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, **sizes))
@@ -89,6 +89,10 @@ class Injection:
         step = 1 if marks else step
         self.moment, self.how, self.step, self.count = moment, how, step, count
         self.launcher, self.mark, self.now, self.inside = launcher, mark, 0, ""
+        if moment == "rebuild":
+            self.moment = "backward"
+            if marks:
+                self.act()
         self._watch()
 
     def _watch(self):
@@ -182,9 +186,10 @@ class Fault:
     """What happens to a rank, and when.
 
     Attributes:
-        rank: which.
+        rank: which; -1: every rank.
         moment: "data", "forward", "collective", "backward", "before the update", "optimizer" (in the update), "copy"
-            (while a step is copied), "save", "writing" (when a save has begun in the background), or "load".
+            (while a step is copied), "rebuild" (in the backward, and where the next epoch builds its model), "save",
+            "writing" (when a save has begun in the background), or "load".
         how: "sigterm" (to the launcher), "kill" (SIGKILL), "raise", "exit" (`os._exit`), "stop" (SIGSTOP), "loop", or
             "keep" (in C, with the interpreter).
         step: of the process, from 1 on.
