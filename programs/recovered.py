@@ -58,4 +58,5 @@ def losses(name: str, mesh: dict[str, int], *options: str) -> list[float]:
 recovered, alone = losses("recovered", {"dp_shard": 2}, "--recover"), losses("alone", {})
 assert Path("died").exists()
 assert len(recovered) == len(alone) == STEPS
-assert all(abs(one - other) < 1e-9 for one, other in zip(recovered, alone)), (recovered, alone)
+# The model's norms and its loss compute in float32, whatever its weights are.
+assert all(abs(one - other) < 1e-6 * other for one, other in zip(recovered, alone)), (recovered, alone)

@@ -142,6 +142,7 @@ def cycles(place: Path, count: int) -> int:
     thread = threading.Thread(target=watch)
     thread.start()
     try:
+        launcher.train(plan, "first")  # starts the servers that ranks are forked from
         before = set(session(launcher.process.pid))
         ended = launcher.train(plan, "run", "--recover", fault=Fault(1, "collective", "kill", 3, times=count))
         time.sleep(1.0)

@@ -49,7 +49,8 @@ def launcher(tmp_path_factory):
 
 
 def plan(launcher, **recovery):
-    return recovering_plan(launcher.folder / "text", mesh={"dp_shard": 2}, recovery=recovery)
+    """Of replicas and shards: in a backward the reductions of both are under way."""
+    return recovering_plan(launcher.folder / "text", mesh={"dp_replicate": 2}, recovery=recovery)
 
 
 def processes(launcher):

@@ -159,6 +159,10 @@ class Copying(Protocol):
         """Set what `state_of` got in another process, with bytes in the places of tensors."""
         ...
 
+    def forget(self) -> None:
+        """Let go of what is under way of models whose ranks are lost."""
+        ...
+
 
 class Numbers(Protocol):
     """Numbers of all ranks, on their way to the host."""

@@ -255,7 +255,7 @@ class Run:
         try:
             launched = self._launch(last)
         except Exception:
-            if last is not None and last.numbers.ready():  # the line of a whole step
+            if last is not None and not self._recovers and last.numbers.ready():  # a whole step, which nobody repeats
                 yield self._finished(last)
             raise
         note_step("step", self.step)

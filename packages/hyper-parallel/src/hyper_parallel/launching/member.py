@@ -29,7 +29,7 @@ from hp_platform.extend import (
     record_flight,
 )
 from hyper_parallel.launching.launch import Job, explanation
-from hyper_parallel.port import rank_process
+from hyper_parallel.port import copying, rank_process
 from hyper_parallel.reports.display import make_reporter
 from hyper_parallel.reports.events import EventWriter, hand_over_output
 from hyper_parallel.run import Run
@@ -122,6 +122,7 @@ def _clear() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     leave_flight()
+    copying().forget()
     gc.collect()
     with contextlib.suppress(RuntimeError):  # of connections that are broken
         if get_platform().groups.is_initialized():

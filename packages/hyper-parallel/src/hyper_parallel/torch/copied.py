@@ -14,6 +14,7 @@ import torch
 
 from hp_checkpoint.torch.extend import DTYPES
 from hp_dtensor.torch.extend import local_view, wrap
+from hp_fsdp.torch.extend import drop_reductions
 from hp_optim import ChainedOptimizer
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -58,6 +59,11 @@ def fill(model: Any, optimizer: Any, state: Mapping[str, Any]) -> None:
         _fill_optimizer(each, kept)
     if state["iteration"] is not None:
         optimizer.iteration = state["iteration"]
+
+
+def forget() -> None:
+    """Let go of what is under way of models whose ranks are lost."""
+    drop_reductions()
 
 
 def _each(optimizer: Any) -> list[Any]:

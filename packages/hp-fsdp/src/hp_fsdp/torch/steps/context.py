@@ -24,8 +24,6 @@ from hp_dtensor.torch.extend import Mark, arriving_gradients, explaining, marks
 from hp_fsdp.steps.context import Context
 from hp_fsdp.torch.groups.bucket import FREED
 from hp_fsdp.torch.groups.group import ParameterGroup, Started
-from hp_platform import get_platform
-from hp_platform.extend import when_groups_end
 
 _engine = torch.autograd.Variable._execution_engine
 _backward_id = torch._C._current_graph_task_id
@@ -324,13 +322,11 @@ def hsdp_sync_stream() -> None:
         context.drain()
 
 
-@when_groups_end
-def _drop_reductions() -> None:
-    """Drop the reductions under way when all groups have ended, as after a lost rank: nobody finishes them."""
-    if not get_platform().groups.is_initialized():
-        for context in list(arriving_gradients):
-            context.reductions, context.advancing = [], False
-        arriving_gradients.clear()
+def drop_reductions() -> None:
+    """Drop the reductions under way of all models, which nobody uses any more: a rank was lost, and none will end."""
+    for context in list(arriving_gradients):
+        context.reductions, context.advancing = [], False
+    arriving_gradients.clear()
 
 
 class LateGradients:
