@@ -7,7 +7,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,8 @@ from hyper_parallel.data.samples import Batches
 from hyper_parallel.data.tokenization.tokenized import agreed_files, with_tokens
 from hyper_parallel.launching.launch import Resume
 from hyper_parallel.port import (
-    Numbers,
     Pending,
     Trainer,
-    copying,
     gathering,
     shortages,
     training,
@@ -55,44 +52,11 @@ from hyper_parallel.supervision.run_end import (
     write_shortage,
 )
 from hyper_parallel.training.evaluating import Prompts, Validation
+from hyper_parallel.training.keeping import Launched, kept, take
 from hyper_parallel.training.profiles import Profile
 from hyper_parallel.training.resuming import changes, check_held, hyperparameters, next_sample, order
 
 _GO_ON = "go on with the plan that the run has begun with, or choose another folder with --out"
-
-
-@dataclass
-class _Launched:
-    """A step whose numbers may be on their way.
-
-    Attributes:
-        step: which.
-        lr: its learning rate.
-        numbers: of all ranks: loss, norm, memory, wait for data, operations, tokens, whether asked to stop.
-        begun: when.
-        ended: when the next one begun, or its numbers were there.
-        readings: of the monitor, if the step is one that is read.
-    """
-
-    step: int
-    lr: float
-    numbers: Numbers
-    begun: float
-    ended: float | None = None
-    readings: Pending | None = None
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """The numbers of a step, as a copy has them."""
-
-    values: np.ndarray
-
-    def read(self) -> np.ndarray:
-        return self.values
-
-    def ready(self) -> bool:
-        return True
 
 
 class Run:
@@ -175,7 +139,7 @@ class Run:
         )
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
         steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
-        self._again: _Launched | None = None
+        self._again: Launched | None = None
         if copied is None and not steps and any(held):
             check_held(held, plan.recovery.every)
         if copied is not None or resume != "no" and steps:
@@ -250,7 +214,7 @@ class Run:
             self.save()
         note_step("end", self.step)
 
-    def _next(self, last: _Launched | None) -> Generator[Step, None, _Launched]:
+    def _next(self, last: Launched | None) -> Generator[Step, None, Launched]:
         """Launch a step, and yield the one before it."""
         try:
             launched = self._launch(last)
@@ -302,7 +266,7 @@ class Run:
         at = self.step % self.plan.validation.every == 0 or self.finished
         return at and (self._validation is not None or self._prompts is not None)
 
-    def _launch(self, last: _Launched | None) -> _Launched:
+    def _launch(self, last: Launched | None) -> Launched:
         """Launch a step, and end the last one; nothing that the device computes is waited for."""
         begun = time.perf_counter()
         if last is not None and last.ended is None:
@@ -326,7 +290,7 @@ class Run:
         write_shortage(self.folder, rank, text)
         return text
 
-    def _computed(self, begun: float) -> _Launched:
+    def _computed(self, begun: float) -> Launched:
         # So that dropout goes on where it was, too.
         manual_seed((self.plan.run.seed * 1_000_003 + self.step) % 2**63)
         batch, lr = self._batches.take(self.sample), self.trainer.lr
@@ -348,43 +312,28 @@ class Run:
         own = [loss if last else np.nan, norm, memory, batch.wait, operations, batch.rows.sizes.sum(), asked, last]
         own += () if self.trainer.measured is None else self.trainer.measured
         readings = None if capture is None else capture.take(loss)
-        launched = _Launched(self.step, lr, self._numbers(own), begun, readings=readings)
+        launched = Launched(self.step, lr, self._numbers(own), begun, readings=readings)
         if self._copies is not None and self.step % self.plan.recovery.every == 0:
             self._keep(self._copies, launched)
         return launched
 
-    def _keep(self, copies: Copies, launched: _Launched) -> None:
+    def _keep(self, copies: Copies, launched: Launched) -> None:
         """Keep a copy of the step: what the next one rests on, and the numbers of this one, which is yielded later."""
         self._write(launched.readings, self.step)
         launched.readings = None
-        values, trainer = launched.numbers.read(), self.trainer
-        state = {
-            **copying().state_of(trainer.model, trainer.optimizer),
-            "schedule": trainer.schedule.state_dict(),
-            "data": self._position(trainer.experts()),
-            "numbers": np.ascontiguousarray(values),
-            "columns": values.shape[1],
-            "lr": launched.lr,
-            "seconds": time.perf_counter() - launched.begun,
-        }
+        state = kept(self.trainer, launched, self._position(self.trainer.experts()))
         try:
             copies.keep(self.step, state)
         except OSError as error:  # the run needs none to go on
             self._copies = None
-            text = (
-                f"no copies are kept from step {self.step} on, so a fault costs the steps since the newest checkpoint"
-            )
-            warnings.warn(f"{text}: {error}", RuntimeWarning, stacklevel=2)
+            text = f"no copies are kept from step {self.step} on: {error}; a fault costs the steps since the newest"
+            warnings.warn(f"{text} checkpoint", RuntimeWarning, stacklevel=2)
 
     def _restore(self, copies: Copies, step: int) -> None:
         """Go on from a copy, as if its step had just been launched."""
-        state, trainer = copies.restore(step), self.trainer
-        copying().fill(trainer.model, trainer.optimizer, state)
-        trainer.schedule.load_state_dict(state["schedule"])
-        self.step, self.sample = step, state["data"]["sample"]
-        trainer.go_on(step, state["data"]["experts"])
-        values = _Kept(np.array(state["numbers"]).view(np.float64).reshape(-1, state["columns"]))
-        self._again = _Launched(step, state["lr"], values, 0.0, ended=state["seconds"])
+        self._again, data = take(self.trainer, step, copies.restore(step))
+        self.step, self.sample = step, data["sample"]
+        self.trainer.go_on(step, data["experts"])
 
     def _write(self, readings: Pending | None, step: int) -> None:
         if readings is not None and self._readings is not None:
@@ -408,7 +357,7 @@ class Run:
             self._counted = operations.training(rows.positions)
         return self._counted
 
-    def _finished(self, launched: _Launched, *, validate: bool = False) -> Step:
+    def _finished(self, launched: Launched, *, validate: bool = False) -> Step:
         """Wait for the numbers of a step."""
         numbers = launched.numbers.read()
         self._write(launched.readings, launched.step)
