@@ -103,3 +103,11 @@ def test_no_process_is_left_where_no_spare_gets_ready(launcher):
     ended = launcher.train(plan(launcher, **limits), "late", "--recover", fault=Fault(0, "backward", "exit", 4))
     assert ended.status == 1 and "exit code 7" in ended.err and "(recovery.wait_for_spare)" in ended.err
     assert processes(launcher) <= before
+
+
+@pytest.mark.thorough
+def test_a_signal_stops_a_run_that_recovers_with_a_checkpoint(launcher):
+    before = processes(launcher)
+    ended = launcher.train(plan(launcher), "stopped", "--recover", fault=Fault(0, "data", "sigterm", 4))
+    assert ended.status == 143 and "stopped by SIGTERM: step " in ended.err
+    assert processes(launcher) <= before

@@ -120,7 +120,9 @@ class _Member:
 
     Attributes:
         told: what it told last; None while it takes part.
-        begun: it goes on with steps.
+        began: what it told when it went on with steps.
+        warm: it has waited to take part.
+        silent: it tells nothing any more.
     """
 
     def __init__(self, job: Job) -> None:
@@ -129,7 +131,7 @@ class _Member:
         self.process, self.control = start(job)
         self.told: Told | None = None
         self.began: Told | None = None
-        self.warm = False
+        self.warm = self.silent = False
 
     def begin(self, epoch: Epoch) -> None:
         self.told = self.began = None
@@ -140,7 +142,7 @@ class _Member:
         """End the process, and let go of it."""
         if self.control.closed:
             return
-        self.told = Told("ended")
+        self.told, self.silent = Told("ended"), True
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -226,23 +228,25 @@ class _Launcher:
     def _hear(self) -> None:
         """Take in what processes tell, and note those that have ended."""
         everyone = [*self._members, *self._spares]
-        sources: dict[Any, _Member] = {each.control: each for each in everyone if not _ended(each)}
-        sources |= {each.process.sentinel: each for each in everyone if not _ended(each)}
+        sources: dict[Any, _Member] = {each.control: each for each in everyone if not each.silent}
+        sources |= {each.process.sentinel: each for each in everyone if not each.silent}
         for ready in wait(list(sources), _POLL):
             member = sources[ready]
             if ready is member.control:
                 self._listen(member)
         for member in everyone:
-            if not _ended(member) and not member.process.is_alive():
-                while member.control.poll() and self._listen(member):
+            if not _ended(member) and (member.silent or not member.process.is_alive()):
+                while not member.silent and member.control.poll() and self._listen(member):  # what it told last
                     pass
                 if member.told is None or member in self._spares:
+                    member.process.join()
                     member.told = Told("ended", self._number)
 
     def _listen(self, member: _Member) -> bool:
         try:
             told: Told = member.control.recv()
         except (EOFError, OSError):
+            member.silent = True
             return False
         if told.kind == "spare":
             member.warm = True
@@ -347,8 +351,7 @@ class _Launcher:
             if first == signal.SIGINT:
                 say_first_interrupt()
             for each in running if asked else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each.process.pid or 0, signal.SIGTERM)
+                each.process.terminate()  # SIGTERM
         over = time.monotonic() - self._stopping > self._plan.run.stop_within + _GRACE
         if not running or not asked or over or len(self._signals) > 1:
             raise Interrupted(first)
