@@ -178,6 +178,8 @@ def cases(arguments: argparse.Namespace, data: Path) -> list[tuple[str, str, Fau
         numbers = random.Random(arguments.seed * 1_000_003 + number)
         how, moment = HOWS[number % len(HOWS)], MOMENTS[number // len(HOWS) % len(MOMENTS)]
         mesh = MESHES[number % len(MESHES)] if not arguments.only else {"dp_shard": 3}
+        if moment == "backward" and "pp" in mesh:  # a first stage's is called by a name that no fault is put into
+            mesh = MESHES[0]
         ranks = 1
         for size in mesh.values():
             ranks *= size
