@@ -462,10 +462,15 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def recovery(session: nox.Session) -> None:
-    """Stops runs and goes on elsewhere, for ten minutes; then injects 200 faults; `-- --seed 1` for others."""
+    """Stops runs and goes on elsewhere, for ten minutes; injects 200 faults, then 100 into runs that recover.
+
+    `-- --seed 1` for others.
+    """
     install(session, *PACKAGES, extras="[torch,test]")
-    for name in ("resume_matrix", "hang_matrix"):
+    for name in ("resume_matrix", "hang_matrix", "recovery_matrix"):
         session.run("python", f"packages/hyper-parallel/benchmarks/{name}.py", *session.posargs)
+    session.run("python", "packages/hyper-parallel/benchmarks/recovery_matrix.py", "--plans")
+    session.run("python", "packages/hyper-parallel/benchmarks/bench_recovery.py", "cycles", "--cycles", "200")
 
 
 @nox.session(default=False)

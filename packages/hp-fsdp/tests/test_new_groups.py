@@ -53,3 +53,28 @@ def test_shards_of_another_place_are_refused():
             model(batch()[1])
     finally:
         renew("model back", rank)
+
+
+@on_ranks(2)
+@pytest.mark.framework("torch")
+def test_a_new_model_does_not_wait_for_the_reductions_of_one_whose_groups_are_lost():
+    from hp_dtensor.torch.extend import arriving_gradients
+    from hp_fsdp.torch.extend import drop_reductions
+
+    def sharded():
+        mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+        return pair(Net, mesh=mesh)
+
+    _, lost = sharded()
+    lost.set_is_last_backward(False)
+    loss_of(lost(batch()[1])).backward()
+    assert arriving_gradients
+    drop_reductions()
+    assert not arriving_gradients
+    renew("lost model", dist.get_rank())
+    reference, model = sharded()
+    loss_of(model(batch()[1])).backward()
+    loss_of(reference(batch()[0])).backward()
+    norms = [torch.nn.utils.clip_grad_norm_, clip_grad_norm_]
+    whole, own = (norm(each.parameters(), 1.0) for norm, each in zip(norms, (reference, model)))
+    assert torch.allclose(own, whole)

@@ -22,7 +22,7 @@ MODEL = '''
 import ctypes, json, os, signal, time, zlib
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -30,20 +30,44 @@ SIZES = {
 }
 
 
-def model(log="", injection=""):
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+def model(log="", injection="", experts=False, **sizes):
     rank = os.environ.get("RANK")  # None in the launcher, which looks at the model beforehand
     if log and rank is not None:
         log_samples(f"{log}-{rank}.jsonl")
-    if injection and str(json.loads(injection)["rank"]) == rank:
+    if injection and rank is not None and json.loads(injection)["rank"] in (int(rank), -1):
         Injection(**json.loads(injection))
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    if experts:
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, **sizes))
+    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **sizes}))
+
+
+calls = 0
+
+
+def killing_loss(model, batch):
+    """The loss of a model that is declared by its configuration; it kills the rank of fault.json in its step, once."""
+    global calls
+    calls += 1
+    if os.path.exists("fault.json"):
+        fault = json.load(open("fault.json"))
+        if str(fault["rank"]) == os.environ["RANK"] and calls == fault["step"] and not os.path.exists(fault["mark"]):
+            with open(fault["mark"], "w") as file:
+                file.write(json.dumps({"at": time.time(), "pid": os.getpid()}) + "\\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+    logits, labels = model(batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
 
 def log_samples(path):
     """Note which global samples this rank is given in each step, and what they hold."""
     from hyper_parallel.data.samples import Batches
 
-    take = Batches.take
+    if getattr(Batches, "logged", False):  # the process builds its model once more
+        return
+    take, Batches.logged = Batches.take, True
 
     def logged(self, sample):
         batch = take(self, sample)
@@ -58,17 +82,26 @@ def log_samples(path):
 class Injection:
     """A fault at the count-th event of a kind, in a step of this process or in a save or a load."""
 
-    def __init__(self, rank, moment, how, step, count, launcher, mark):
+    def __init__(self, rank, moment, how, step, count, launcher, mark, times=1):
+        marks = open(mark).readlines() if os.path.exists(mark) else []
+        if len(marks) >= times:
+            return  # the process that is in the place of the lost one
+        step = 1 if marks else step
         self.moment, self.how, self.step, self.count = moment, how, step, count
         self.launcher, self.mark, self.now, self.inside = launcher, mark, 0, ""
+        if moment == "rebuild":
+            self.moment = "backward"
+            if marks:
+                self.act()
         self._watch()
 
     def _watch(self):
         from hp_checkpoint import Checkpointer
+        from hp_checkpoint.saving import copies
         from hp_platform.extend import observers
         from hyper_parallel.data.samples import Batches
 
-        take, backward = Batches.take, torch.autograd.backward
+        take, backward, copied = Batches.take, torch.autograd.backward, copies._copied
 
         def taken(batches, sample):
             self.now += 1
@@ -80,6 +113,10 @@ class Injection:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda gradients: self.event("backward", last=True))
             return backward(tensors, *args, **options)
+
+        def copies_one(*args):
+            self.event("copy")
+            return copied(*args)
 
         def around(name, moment):
             original = getattr(Checkpointer, name)
@@ -101,7 +138,7 @@ class Injection:
         def observed(kind, size, group):
             self.event(self.inside or "collective")
 
-        Batches.take, torch.autograd.backward = taken, differentiated
+        Batches.take, torch.autograd.backward, copies._copied = taken, differentiated, copies_one
         around("save", "save")
         around("load", "load")
         observers.append(observed)
@@ -118,8 +155,8 @@ class Injection:
             self.act()
 
     def act(self):
-        with open(self.mark, "w") as file:
-            json.dump({"at": time.time(), "pid": os.getpid()}, file)
+        with open(self.mark, "a") as file:
+            file.write(json.dumps({"at": time.time(), "pid": os.getpid()}) + "\\n")
         if self.how == "sigterm":
             os.kill(self.launcher, signal.SIGTERM)
         elif self.how == "kill":
@@ -138,6 +175,7 @@ class Injection:
 '''
 LAUNCHER = program("""
 modules = ["hyper_parallel.worker", "hyper_parallel.torch.trainer", "torch._dynamo", "transformers.masking_utils"]
+modules.append("hyper_parallel.launching.member")
 multiprocessing.set_forkserver_preload([*modules, "transformers.models.qwen3.modeling_qwen3"])
 multiprocessing.forkserver.ensure_running()
 """)
@@ -148,13 +186,15 @@ class Fault:
     """What happens to a rank, and when.
 
     Attributes:
-        rank: which.
-        moment: "data", "forward", "collective", "backward", "before the update", "optimizer" (in the update), "save",
+        rank: which; -1: every rank.
+        moment: "data", "forward", "collective", "backward", "before the update", "optimizer" (in the update), "copy"
+            (while a step is copied), "rebuild" (in the backward, and where the next epoch builds its model), "save",
             "writing" (when a save has begun in the background), or "load".
         how: "sigterm" (to the launcher), "kill" (SIGKILL), "raise", "exit" (`os._exit`), "stop" (SIGSTOP), "loop", or
             "keep" (in C, with the interpreter).
         step: of the process, from 1 on.
         count: so many events of the kind pass before.
+        times: it comes again, so often in all, in the first step of a process that takes the place of one that had it.
     """
 
     rank: int
@@ -162,6 +202,7 @@ class Fault:
     how: str
     step: int
     count: int = 0
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -216,13 +257,17 @@ class Launcher:
             log: note the samples of each rank, in ``RUN-samples-RANK.jsonl``.
         """
         (self.folder / f"{run}.toml").write_text(plan, encoding="utf-8")
-        self.mark(run).unlink(missing_ok=True)
+        for path in (self.mark(run), self.folder / "fault.json"):
+            path.unlink(missing_ok=True)
         given: dict[str, str] = {}
         if log:
             given["log"] = str(self.folder / f"{run}-samples")
         if fault is not None:
             told: dict[str, Any] = {**asdict(fault), "launcher": self.process.pid, "mark": str(self.mark(run))}
             given["injection"] = json.dumps(told)
+            (self.folder / "fault.json").write_text(given["injection"], encoding="utf-8")
+        if "killing_loss" in plan:
+            given.clear()
         texts = [
             item for name, text in given.items() for item in ("--set", f"model.overrides.{name}={json.dumps(text)}")
         ]

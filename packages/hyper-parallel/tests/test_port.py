@@ -14,6 +14,7 @@ from hyper_parallel import port
         (port.Launcher, port.launcher),
         (port.Process, port.rank_process),
         (port.Training, port.training),
+        pytest.param(port.Copying, port.copying, marks=pytest.mark.framework("torch")),
     ],
 )
 def test_all_primitives_are_there(protocol, get):

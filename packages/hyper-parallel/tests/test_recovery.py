@@ -1,4 +1,4 @@
-"""A launched run that is killed and goes on elsewhere; `nox -s recovery` does it for ten minutes."""
+"""Launched runs that lose a rank, and go on elsewhere or in the same processes; `nox -s recovery` has many more."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from bench_recovery import session
 from injections import Fault, Launcher
+from recovery_matrix import differences
+from recovery_matrix import plan_of as recovering_plan
 from resume_matrix import Case, Samples, losses_of, plan_of, write_data
 
 pytestmark = [
     pytest.mark.framework("torch"),
-    pytest.mark.thorough,  # test_resuming.py has the same without launched processes
     pytest.mark.not_on("torch-npu-sim", reason="starts its own ranks; nothing of the device in it"),
 ]
 
 
+@pytest.mark.thorough  # test_resuming.py has the same without launched processes
 def test_a_run_that_is_killed_goes_on_with_the_same_bits_on_other_ranks(tmp_path):
     write_data(tmp_path / "data")
     launcher = Launcher(tmp_path / "runs")
@@ -33,3 +36,78 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits_on_other_ranks(tmp_path
         assert case.stopped == 1
     finally:
         launcher.close()
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    made = Launcher(tmp_path_factory.mktemp("recovering"))
+    (made.folder / "text").write_bytes(b"to be or not to be, that is the question. " * 60)
+    ended = made.train(plan(made), "truth", log=True)
+    assert ended.status == 0, ended.err
+    yield made
+    made.close()
+
+
+def plan(launcher, **recovery):
+    """Of replicas and shards: in a backward the reductions of both are under way."""
+    return recovering_plan(launcher.folder / "text", mesh={"dp_replicate": 2}, recovery=recovery)
+
+
+def processes(launcher):
+    return set(session(launcher.process.pid))
+
+
+def test_a_killed_process_is_replaced_and_the_run_ends_with_the_same_bits(launcher):
+    before = processes(launcher)
+    ended = launcher.train(plan(launcher), "killed", "--recover", fault=Fault(1, "collective", "kill", 5, 2), log=True)
+    assert ended.status == 0, ended.err
+    assert "note: rank 1 failed: killed by SIGKILL" in ended.err and "It was in step 5 (step)" in ended.err
+    assert "step 5 follows, from a copy" in ended.err
+    assert differences(launcher.folder, "killed", "truth") == ""
+    assert processes(launcher) <= before
+
+
+@pytest.mark.thorough
+def test_every_rank_may_be_killed_at_once(launcher):
+    """The launcher holds the copies, so that nobody's end ends them."""
+    fault = Fault(-1, "backward", "kill", 4)
+    ended = launcher.train(plan(launcher), "both", "--recover", "--spares", "2", fault=fault, log=True)
+    assert ended.status == 0, ended.err
+    assert "follows, from a copy" in ended.err
+    assert differences(launcher.folder, "both", "truth") == ""
+
+
+@pytest.mark.thorough
+def test_a_fault_while_the_run_recovers_is_another_one(launcher):
+    fault = Fault(0, "rebuild", "kill", 4, times=2)
+    ended = launcher.train(plan(launcher), "twice", "--recover", fault=fault, log=True)
+    assert ended.status == 0, ended.err
+    assert ended.err.count("note: rank 0 failed: killed by SIGKILL") == 2 and ended.err.count("recovered in") == 1
+    assert differences(launcher.folder, "twice", "truth") == ""
+
+
+@pytest.mark.thorough
+def test_a_second_fault_in_one_step_ends_the_run_and_leaves_its_newest_step(launcher):
+    ended = launcher.train(plan(launcher), "same", "--recover", fault=Fault(1, "forward", "raise", 5, times=9))
+    assert ended.status == 1
+    assert "RuntimeError: a fault was injected" in ended.err
+    assert "it is fault 2 in step 5 (recovery.same_step)" in ended.err
+    assert (launcher.folder / "same" / "checkpoints" / "step-00000004").is_dir()
+    assert "go on from step 4 by --resume auto" in ended.err
+
+
+@pytest.mark.thorough
+def test_no_process_is_left_where_no_spare_gets_ready(launcher):
+    before = processes(launcher)
+    limits = {"wait_for_spare": 0.001, "replace": "all"}
+    ended = launcher.train(plan(launcher, **limits), "late", "--recover", fault=Fault(0, "backward", "exit", 4))
+    assert ended.status == 1 and "exit code 7" in ended.err and "(recovery.wait_for_spare)" in ended.err
+    assert processes(launcher) <= before
+
+
+@pytest.mark.thorough
+def test_a_signal_stops_a_run_that_recovers_with_a_checkpoint(launcher):
+    before = processes(launcher)
+    ended = launcher.train(plan(launcher), "stopped", "--recover", fault=Fault(0, "data", "sigterm", 4))
+    assert ended.status == 143 and "stopped by SIGTERM: step " in ended.err
+    assert processes(launcher) <= before

@@ -17,8 +17,7 @@ from hp_testing import on_ranks, run_ranks
 from hyper_parallel.commands import cli
 from hyper_parallel.data import DataError, write_tokens
 from hyper_parallel.reports.output import OutputError, Step, as_json
-from hyper_parallel.run import keep_lines
-from hyper_parallel.training.resuming import check_resume, next_sample, order
+from hyper_parallel.training.resuming import check_resume, keep_lines, next_sample, order
 
 CONFIGS = ("config.json", "generation_config.json")
 

@@ -12,10 +12,12 @@ from hp_checkpoint.errors import Ranks
 from hp_checkpoint.formats.dcp_export import to_dcp
 from hp_checkpoint.formats.hugging_face import TOKENIZER_FILES, Adapter, to_hugging_face
 from hp_checkpoint.loading.loading import has_safetensors, load_tensors, open_checkpoint
+from hp_checkpoint.saving.copies import Copies, hold
 
 __all__ = [
     "Adapter",
     "Chunk",
+    "Copies",
     "Difference",
     "Entry",
     "Kind",
@@ -25,6 +27,7 @@ __all__ = [
     "diff",
     "faults",
     "has_safetensors",
+    "hold",
     "load_tensors",
     "local_folder",
     "metrics_in",

@@ -30,6 +30,7 @@ from hp_plan.sections import (
     OptimizerSection,
     PipelineSection,
     ProfileSection,
+    RecoverySection,
     RunSection,
     ScheduleSection,
     ValidationSection,
@@ -51,6 +52,7 @@ SECTIONS: dict[str, type] = {
     "schedule": ScheduleSection,
     "data": DataSection,
     "run": RunSection,
+    "recovery": RecoverySection,
     "memory": MemorySection,
     "compile": CompileSection,
     "metrics": MetricsSection,
@@ -98,6 +100,7 @@ class ParallelPlan:
         schedule: its learning rate over time.
         data: the training text.
         run: length, seed, dtype.
+        recovery: how a run goes on when a process is lost.
         memory: a rank's budget.
         compile: which blocks are compiled.
         metrics: where they go.
@@ -123,6 +126,7 @@ class ParallelPlan:
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     data: DataSection = field(default_factory=DataSection)
     run: RunSection = field(default_factory=RunSection)
+    recovery: RecoverySection = field(default_factory=RecoverySection)
     memory: MemorySection = field(default_factory=MemorySection)
     compile: CompileSection = field(default_factory=CompileSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)

@@ -17,7 +17,7 @@ from hp_platform.communication.checks import attribute_to, attributed_modules, o
 from hp_platform.communication.topology import Hosts, Level, hosts_of, level, level_of
 from hp_platform.devices import CopyLink
 from hp_platform.failures.debugging import TERMINAL, inspect_error, open_debugger
-from hp_platform.failures.flight import Flight, beating, note_step, read_flight, record_flight
+from hp_platform.failures.flight import Flight, beating, leave_flight, note_step, read_flight, record_flight
 from hp_platform.failures.hangs import (
     ask_for_stacks,
     describe_hang,
@@ -29,7 +29,14 @@ from hp_platform.failures.hangs import (
 )
 from hp_platform.failures.listening import own_network
 from hp_platform.failures.peers import FailedRankError
-from hp_platform.groups import init_on_this_machine, own_rank, second_group, when_groups_end
+from hp_platform.groups import (
+    hold_meeting,
+    init_on_this_machine,
+    meet_on_this_machine,
+    own_rank,
+    second_group,
+    when_groups_end,
+)
 from hp_platform.platforms.launchers import (
     Place,
     divide_threads,
@@ -84,6 +91,7 @@ __all__ = [
     "find_hang",
     "gather_bytes",
     "has_ended",
+    "hold_meeting",
     "hosts_of",
     "last_operation",
     "init_on_this_machine",
@@ -94,12 +102,14 @@ __all__ = [
     "lazy_exports",
     "level",
     "level_of",
+    "leave_flight",
     "leave_to_speaker",
     "load_port",
     "divide_threads",
     "list_leaves",
     "usable_cores",
     "map_nested",
+    "meet_on_this_machine",
     "note_step",
     "observers",
     "open_debugger",

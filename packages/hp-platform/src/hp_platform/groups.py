@@ -144,6 +144,30 @@ def init_on_this_machine(
     init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
+def hold_meeting(world_size: int) -> tuple[Any, int]:
+    """Make the place where ranks of this machine meet, in a process that is none of them.
+
+    Args:
+        world_size: number of ranks.
+
+    Returns:
+        What keeps the place, for as long as it lives: without it, whoever waits there fails at once. And its port.
+    """
+    return port().groups.local_store(world_size, None)
+
+
+def meet_on_this_machine(rank: int, world_size: int, number: int) -> None:
+    """Initialise the default group of ranks that meet at a port of `hold_meeting`.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        number: the port.
+    """
+    store, _ = port().groups.local_store(world_size, number)
+    init_process_group(store=store, rank=rank, world_size=world_size)
+
+
 @functools.cache
 def _say_alone() -> None:
     """Say once that this process is a world of one."""

@@ -131,8 +131,8 @@ class Trainer(Protocol):
 class Training(Protocol):
     """Training a model and saving it; `<framework>/trainer.py`."""
 
-    def Trainer(self, plan: ParallelPlan) -> Trainer:
-        """Build the plan's model, with its optimizer and schedule."""
+    def Trainer(self, plan: ParallelPlan, *, weights: bool = True) -> Trainer:
+        """Build the plan's model, with its optimizer and schedule; without weights where a copy is going to fill it."""
         ...
 
     def write_sample(self, plan: ParallelPlan, folder: Path) -> str | None:
@@ -145,6 +145,22 @@ class Merging(Protocol):
 
     def merge(self, folder: Path, target: Path, *, base: Path, dtype: str | None) -> None:
         """Write the model of a folder with the adapter of a checkpoint in its weights."""
+        ...
+
+
+class Copying(Protocol):
+    """What a copy has of a training; `torch/copied.py`."""
+
+    def state_of(self, model: Any, optimizer: Any) -> dict[str, Any]:
+        """Get this rank's tensors that a step changes, and values of JSON."""
+        ...
+
+    def fill(self, model: Any, optimizer: Any, state: Mapping[str, Any]) -> None:
+        """Set what `state_of` got in another process, with bytes in the places of tensors."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of what is under way of models whose ranks are lost."""
         ...
 
 
@@ -166,6 +182,11 @@ class Gathering(Protocol):
     def Numbers(self, own: Sequence[Scalar]) -> Numbers:
         """Send this rank's numbers, and receive those of all."""
         ...
+
+
+def copying() -> Copying:
+    """Get the framework's way to copy a training's state."""
+    return load_port(Copying, "copied")
 
 
 def gathering() -> Gathering:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hp_checkpoint import Checkpointer, CheckpointError, InvalidCheckpointError, Keep
-from hp_checkpoint.extend import LastWords, Ranks
+from hp_checkpoint.extend import Copies, LastWords, Ranks
 from hp_offload.extend import BudgetError
 from hp_plan import ParallelPlan, PlanError
 from hp_plan.extend import ReadingsFile, data_parallel_rows, decode, earliest, encode, vocabulary
@@ -35,8 +33,14 @@ from hyper_parallel.data import (
 from hyper_parallel.data.samples import Batches
 from hyper_parallel.data.tokenization.tokenized import agreed_files, with_tokens
 from hyper_parallel.launching.launch import Resume
-from hyper_parallel.port import Numbers, Pending, Profiler, Trainer, gathering, profiling, shortages, training
-from hyper_parallel.reports.output import CHECKPOINTS, OutputError, Step, attempt, replace_text
+from hyper_parallel.port import (
+    Pending,
+    Trainer,
+    gathering,
+    shortages,
+    training,
+)
+from hyper_parallel.reports.output import CHECKPOINTS, OutputError, Step, attempt
 from hyper_parallel.reports.run_metadata import known_peak
 from hyper_parallel.supervision.run_end import (
     DivergedError,
@@ -48,72 +52,11 @@ from hyper_parallel.supervision.run_end import (
     write_shortage,
 )
 from hyper_parallel.training.evaluating import Prompts, Validation
-from hyper_parallel.training.resuming import changes, hyperparameters, next_sample, order
-
-PROFILE = "profile"
-
-
-class Profile:
-    """The steps of a plan's `[profile]`, on this rank.
-
-    Args:
-        plan: the run's.
-        trainer: whose model's modules are named in the trace.
-        folder: of the run.
-        rank: this process's.
-    """
-
-    def __init__(self, plan: ParallelPlan, trainer: Trainer, folder: Path, *, rank: int) -> None:
-        section = plan.profile
-        here = section.start is not None and rank in section.ranks
-        self._first = section.start if here else None
-        self._last = (section.start or 0) + section.steps - 1
-        self._model, self._path = trainer.model, folder / PROFILE / f"rank-{rank}.json"
-        self._profiler: Profiler | None = None
-
-    @contextlib.contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Record a step if it is one of those to profile; the trace is written after the last of them."""
-        if step == self._first:
-            self._path.parent.mkdir(exist_ok=True)
-            self._profiler = profiling().Profiler(self._model, self._path)
-        if self._profiler is None:
-            yield
-            return
-        with self._profiler.named(f"hp.step {step}"):
-            yield
-        if step == self._last:
-            self.close()
-
-    def close(self) -> None:
-        """Write what is recorded, of a run that ended before the last of its profiled steps."""
-        if self._profiler is not None:
-            self._profiler.close()
-            self._profiler = None
-
+from hyper_parallel.training.keeping import Launched, kept, take
+from hyper_parallel.training.profiles import Profile
+from hyper_parallel.training.resuming import changes, check_held, hyperparameters, next_sample, order
 
 _GO_ON = "go on with the plan that the run has begun with, or choose another folder with --out"
-
-
-@dataclass
-class _Launched:
-    """A step whose numbers may be on their way.
-
-    Attributes:
-        step: which.
-        lr: its learning rate.
-        numbers: of all ranks: loss, norm, memory, wait for data, operations, tokens, whether asked to stop.
-        begun: when.
-        ended: when the next one begun, or its numbers were there.
-        readings: of the monitor, if the step is one that is read.
-    """
-
-    step: int
-    lr: float
-    numbers: Numbers
-    begun: float
-    ended: float | None = None
-    readings: Pending | None = None
 
 
 class Run:
@@ -133,6 +76,8 @@ class Run:
         until: stop after this step; None trains to the plan's last.
         stop: tells whether to stop after the step; None never does.
         tell: called with what became of the last finished step when the run fails, on one rank that is left.
+        copies: of this rank's state, kept as `[recovery]` says; where all ranks have one of a step the run goes on from
+            the newest, whatever `resume` says. A run that fails saves nothing then: its copies are there.
 
     Attributes:
         plan: the plan, its data in tokens.
@@ -157,13 +102,17 @@ class Run:
         until: int | None = None,
         stop: Stop | None = None,
         tell: Callable[[str], object] | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self._stop, self.ranks = stop, Ranks()
         self.folder = Path(self.ranks.first(str(folder.absolute()).encode, "train").decode())
         given = plan
         self.plan = plan = with_tokens(plan, self.folder, self.ranks)
         self.contents, data = self._agreed_contents()
-        self.trainer: Trainer = training().Trainer(plan)
+        self._copies, self._recovers = copies, copies is not None
+        held = [] if copies is None else copies.steps(self.ranks)
+        copied = max(set.intersection(*held), default=None) if held else None
+        self.trainer: Trainer = training().Trainer(plan, weights=copied is None)
         self._rows = data_parallel_rows(plan)
         known = vocabulary(plan.model)
         self.samples: Samples = open_samples(plan.data, seed=plan.run.seed, vocabulary=known, data=data)
@@ -190,14 +139,20 @@ class Run:
         )
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
         steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
-        if resume != "no" and steps:
+        self._again: Launched | None = None
+        if copied is None and not steps and any(held):
+            check_held(held, plan.recovery.every)
+        if copied is not None or resume != "no" and steps:
             try:
-                self._load(steps, new_data=resume == "new-data")
+                if copies is not None and copied is not None:
+                    self._restore(copies, copied)
+                else:
+                    self._load(steps, new_data=resume == "new-data")
             except BaseException as error:  # the others may wait for this rank: it waits for nothing
                 self._batches.close()
                 self.checkpoints.__exit__(type(error))
                 raise
-        self._saved = self.step
+        self._saved = self.step if copied is None else max((each for each in steps if each <= copied), default=0)
         self._readings: ReadingsFile | None = None
         if self.trainer.capture is not None:
             layout = self.trainer.capture.layout()
@@ -208,7 +163,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
-            if isinstance(error, Exception) and not isinstance(error, DivergedError):
+            if isinstance(error, Exception) and not isinstance(error, DivergedError) and not self._recovers:
                 self._say_last_words(error)
             self._batches.close()
             if self._readings is not None:
@@ -238,21 +193,14 @@ class Run:
         A step is yielded when the next one has been launched, so that no device waits for the host: `step` is ahead by
         one then. Before a checkpoint or a validation, and at the end, all steps have been yielded.
         """
-        every, last = self.plan.run.checkpoint_every, None
-        while self.step < self._end and not self._asked:
-            try:
-                launched = self._launch(last)
-            except Exception:
-                if last is not None and last.numbers.ready():  # the line of a whole step
-                    yield self._finished(last)
-                raise
-            note_step("step", self.step)
-            if self._words is None:  # now the optimizer has its states
-                within, trainer = self.plan.run.stop_within, self.trainer
-                self._words = LastWords(self.checkpoints, trainer.model, trainer.optimizer, within=within)
-            if last is not None:
-                yield self._finished(last)
-            last, saves, validates = launched, bool(every) and self.step % every == 0, self._validates()
+        every, last, again = self.plan.run.checkpoint_every, None, self._again
+        while again is not None or (self.step < self._end and not self._asked):
+            if again is not None:
+                launched, again = again, None
+            else:
+                launched = yield from self._next(last)
+            last, validates = launched, self._validates()
+            saves = bool(every) and self.step % every == 0 and self._saved != self.step
             if saves or validates:
                 yield self._finished(last, validate=validates)
                 note_step("step", self.step)
@@ -265,6 +213,32 @@ class Run:
         if self._saved != self.step:
             self.save()
         note_step("end", self.step)
+
+    def _next(self, last: Launched | None) -> Generator[Step, None, Launched]:
+        """Launch a step, and yield the one before it."""
+        try:
+            launched = self._launch(last)
+        except Exception:
+            if last is not None and not self._recovers and last.numbers.ready():  # a whole step, which nobody repeats
+                yield self._finished(last)
+            raise
+        note_step("step", self.step)
+        if self._words is None and not self._recovers:  # now the optimizer has its states
+            within, trainer = self.plan.run.stop_within, self.trainer
+            self._words = LastWords(self.checkpoints, trainer.model, trainer.optimizer, within=within)
+        if last is not None:
+            yield self._finished(last)
+        return launched
+
+    @property
+    def origin(self) -> str:
+        """What the run goes on from: "a copy", "a checkpoint" or "the start"."""
+        return "a copy" if self._again is not None else "a checkpoint" if self.step else "the start"
+
+    @property
+    def written(self) -> int:
+        """How many steps of those that are done have been yielded when a run goes on."""
+        return self.step - (self._again is not None)
 
     @property
     def finished(self) -> bool:
@@ -292,10 +266,10 @@ class Run:
         at = self.step % self.plan.validation.every == 0 or self.finished
         return at and (self._validation is not None or self._prompts is not None)
 
-    def _launch(self, last: _Launched | None) -> _Launched:
+    def _launch(self, last: Launched | None) -> Launched:
         """Launch a step, and end the last one; nothing that the device computes is waited for."""
         begun = time.perf_counter()
-        if last is not None:
+        if last is not None and last.ended is None:
             last.ended = begun
         try:
             with self._profile.around(self.step + 1):
@@ -316,7 +290,7 @@ class Run:
         write_shortage(self.folder, rank, text)
         return text
 
-    def _computed(self, begun: float) -> _Launched:
+    def _computed(self, begun: float) -> Launched:
         # So that dropout goes on where it was, too.
         manual_seed((self.plan.run.seed * 1_000_003 + self.step) % 2**63)
         batch, lr = self._batches.take(self.sample), self.trainer.lr
@@ -338,7 +312,28 @@ class Run:
         own = [loss if last else np.nan, norm, memory, batch.wait, operations, batch.rows.sizes.sum(), asked, last]
         own += () if self.trainer.measured is None else self.trainer.measured
         readings = None if capture is None else capture.take(loss)
-        return _Launched(self.step, lr, self._numbers(own), begun, readings=readings)
+        launched = Launched(self.step, lr, self._numbers(own), begun, readings=readings)
+        if self._copies is not None and self.step % self.plan.recovery.every == 0:
+            self._keep(self._copies, launched)
+        return launched
+
+    def _keep(self, copies: Copies, launched: Launched) -> None:
+        """Keep a copy of the step: what the next one rests on, and the numbers of this one, which is yielded later."""
+        self._write(launched.readings, self.step)
+        launched.readings = None
+        state = kept(self.trainer, launched, self._position(self.trainer.experts()))
+        try:
+            copies.keep(self.step, state)
+        except OSError as error:  # the run needs none to go on
+            self._copies = None
+            text = f"no copies are kept from step {self.step} on: {error}; a fault costs the steps since the newest"
+            warnings.warn(f"{text} checkpoint", RuntimeWarning, stacklevel=2)
+
+    def _restore(self, copies: Copies, step: int) -> None:
+        """Go on from a copy, as if its step had just been launched."""
+        self._again, data = take(self.trainer, step, copies.restore(step))
+        self.step, self.sample = step, data["sample"]
+        self.trainer.go_on(step, data["experts"])
 
     def _write(self, readings: Pending | None, step: int) -> None:
         if readings is not None and self._readings is not None:
@@ -362,7 +357,7 @@ class Run:
             self._counted = operations.training(rows.positions)
         return self._counted
 
-    def _finished(self, launched: _Launched, *, validate: bool = False) -> Step:
+    def _finished(self, launched: Launched, *, validate: bool = False) -> Step:
         """Wait for the numbers of a step."""
         numbers = launched.numbers.read()
         self._write(launched.readings, launched.step)
@@ -481,20 +476,3 @@ class Run:
             return
         fix = "take it from a backup, or choose another folder with --out"
         raise OutputError(f"{self.folder} has no checkpoint that can be read: {problem}; {fix}") from problem
-
-
-def keep_lines(path: Path, steps: int) -> list[dict[str, Any]]:
-    """Keep the lines of the first steps in a file of JSON lines, as later steps are taken again; return their values.
-
-    Args:
-        path: of `metrics.jsonl` or `texts.jsonl`, which may be missing.
-        steps: how many are done.
-    """
-    if not path.exists():
-        return []
-    # A process that was killed while it wrote has left a line without its end, maybe cut inside of a letter.
-    *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    values = {line: json.loads(line) for line in whole if line}
-    kept = [line for line in whole if line and values[line]["step"] <= steps]
-    replace_text(path, "".join(f"{line}\n" for line in kept))
-    return [values[line] for line in kept]

@@ -17,6 +17,7 @@ from typing import Any
 
 import hp_plan
 import hp_platform
+from hp_checkpoint.extend import Copies
 from hp_pipeline import PipelineError
 from hp_plan import ParallelPlan, VerifyResult
 from hp_plan.extend import verifier
@@ -30,10 +31,11 @@ from hyper_parallel.reports.events import EventWriter, hand_over_output
 from hyper_parallel.reports.output import FILES, METRICS, TEXTS, Curve, OutputError, Step, Summary, attempt, draw_loss
 from hyper_parallel.reports.run_metadata import begin
 from hyper_parallel.reports.sinks import JsonLines, Sink, open_sinks
-from hyper_parallel.run import Run, keep_lines
+from hyper_parallel.run import Run
 from hyper_parallel.supervision.debugging import debugged
 from hyper_parallel.supervision.run_end import Stop, keeping_warnings, leave_together, note, tell_end
 from hyper_parallel.training.evaluating import Evaluation, evaluate, write_texts
+from hyper_parallel.training.resuming import keep_lines
 
 _PATIENCE = 20.0
 _FOR_A_PERSON = timedelta(days=30)
@@ -107,7 +109,7 @@ def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
         if stop is not None and multiprocessing.parent_process() is not None:
             stop.end()
     except Exception as error:
-        if (process.peer_lost(error) or _of_another(error)) and not (stop is not None and stop.asked):
+        if (process.peer_lost(error) or failed_by_another(error)) and not (stop is not None and stop.asked):
             # The launcher hears of the peer that is gone or raises, ends this rank, and reports that peer.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_PATIENCE)
@@ -118,7 +120,7 @@ def _rank(job: Job, stop: Stop | None = None) -> Iterator[None]:
         raise
 
 
-def _of_another(error: Exception) -> bool:
+def failed_by_another(error: Exception) -> bool:
     """Tell whether an error says that a stage failed on another rank: on that one it has a cause of its own."""
     return isinstance(error, PipelineError) and isinstance(error.__cause__, PipelineError | None)
 
@@ -132,6 +134,8 @@ def train(
     until: int | None = None,
     stop: Stop | None = None,
     tell: Callable[[str], object] | None = None,
+    copies: Copies | None = None,
+    begun: Callable[[Run], object] | None = None,
 ) -> Summary | None:
     """Train the plan's model and write the run's files. Every rank calls it.
 
@@ -143,6 +147,8 @@ def train(
         until: stop after this step.
         stop: tells whether to stop before the end.
         tell: called with what became of the last finished step when the run fails.
+        copies: of this rank's state, kept each step, and gone on from where there are some.
+        begun: called with the run before its first step.
 
     Returns:
         The summary, on rank 0.
@@ -150,8 +156,10 @@ def train(
     leader = get_platform().groups.rank() == 0
     with contextlib.ExitStack() as stack:
         kept = stack.enter_context(keeping_warnings(get_platform().groups.rank()))
-        run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop, tell=tell))
+        run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop, tell=tell, copies=copies))
         kept.write_to(run.folder)
+        if begun is not None:
+            begun(run)
         name, curve, sinks = run.trainer.name, Curve(), list[Sink]()
         record = begin(run.folder, plan, run.contents, step=run.step, ranks=run.ranks)
         tokens = sum(content.tokens for content in run.contents)
@@ -162,9 +170,9 @@ def train(
         title += f", going on from step {run.step}" if run.step else ""
         if record is not None:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
-            for values in keep_lines(run.folder / METRICS, run.step):
+            for values in keep_lines(run.folder / METRICS, run.written):
                 curve.add(Step(**values))
-            keep_lines(run.folder / TEXTS, run.step)
+            keep_lines(run.folder / TEXTS, run.written)
             sinks = [JsonLines(run.folder / METRICS), *open_sinks(plan.metrics.sinks, run.folder, record)]
             for sink in sinks:
                 stack.callback(_closed, sink, run.missed)

@@ -324,3 +324,28 @@ class MonitorSection:
     phases: tuple[Literal["loss", "forward", "backward", "gradient", "weight", "moment"], ...] = ("loss", "gradient")
     names: tuple[str, ...] = ()
     numbers: tuple[Literal["norm", "range", "zeros", "bits"], ...] = ("norm", "range")
+
+
+@dataclass(frozen=True)
+class RecoverySection:
+    """How `hyper-parallel train --recover` goes on when a process is lost (PyTorch).
+
+    Attributes:
+        every: keep a copy of each rank's state after so many steps, in memory that the launcher holds; a fault costs
+            the steps since then.
+        holders: so many copies, each in memory of its own: where one has other bits than were written, the next is
+            taken.
+        replace: `"lost"` puts a spare process into the place of one that is lost, and the others stay; `"all"` replaces
+            every process. None is `"lost"` over gloo, and `"all"` over other backends, whose collectives one process
+            can't end.
+        limit: so many recoveries an hour; then the run ends with the error.
+        same_step: so many faults in one step; then it is taken for a fault of the program, and ends the run.
+        wait_for_spare: seconds that a fault waits for a spare to be ready.
+    """
+
+    every: int = at_least(1, 1)
+    holders: int = at_least(1, 1)
+    replace: Literal["lost", "all"] | None = None
+    limit: int = at_least(1, 3)
+    same_step: int = at_least(1, 2)
+    wait_for_spare: float = more_than(0.0, 30.0)

@@ -274,9 +274,17 @@ def build_objective(
     return Objective(plan, None if other is None else build(other))
 
 
-def begin(plan: ParallelPlan) -> nn.Module:
-    """Build the model to apply a plan to: on meta where `finish` can give it its weights."""
+def begin(plan: ParallelPlan, *, weights: bool = True) -> nn.Module:
+    """Build the model to apply a plan to: on meta where `finish` can give it its weights.
+
+    Args:
+        plan: the plan.
+        weights: False where the caller sets all that is trained and all buffers; then no weight is drawn or read that
+            need not be.
+    """
     section = plan.model
+    if not weights and section.of_transformers and not (visits(plan) or plan.adapter.kind or section.freeze):
+        return build_empty(plan)
     if visits(plan):
         return build_model(plan, device="cpu")  # the device never holds all of it
     if plan.adapter.modules or (plan.adapter.kind is not None and not section.folder_has_weights):
@@ -296,12 +304,13 @@ def begin(plan: ParallelPlan) -> nn.Module:
     return empty if type(empty).__name__ in DRAWN_ALIKE else _whole(plan)
 
 
-def finish(model: Any, plan: ParallelPlan) -> Any:
+def finish(model: Any, plan: ParallelPlan, *, weights: bool = True) -> Any:
     """Give a model that a plan was applied to memory and weights, if it has none.
 
     Args:
         model: that of `begin`, or this rank's stages of it.
         plan: the plan.
+        weights: as `begin` was told.
 
     Raises:
         PlanError: a buffer that nobody computes.
@@ -309,6 +318,9 @@ def finish(model: Any, plan: ParallelPlan) -> Any:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model
     device = get_platform().devices.current_device()
+    if not (weights or plan.adapter.kind or plan.model.freeze):
+        materialize(model, torch.device(device))
+        return model
     if not plan.model.folder_has_weights:
         return _drawn(model, plan.run.seed, torch.device(device))
     materialize(model, torch.device(device))

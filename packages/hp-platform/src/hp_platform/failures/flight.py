@@ -242,6 +242,14 @@ def record_flight(folder: Path, rank: int) -> FlightRecorder:
     return recorder
 
 
+def leave_flight() -> None:
+    """End the notes of this process, which may begin others."""
+    global recorder
+    left, recorder = recorder, None
+    if left is not None:
+        left.leave()
+
+
 @when_groups_end
 def _forget() -> None:
     if recorder is not None:

@@ -163,9 +163,7 @@ class HangWatch:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
-        recorder, flight.recorder = flight.recorder, None
-        if recorder is not None:
-            recorder.leave()
+        flight.leave_flight()
         with contextlib.suppress(OSError):
             (self._folder / f"rank-{self._rank}.over").touch()
             if len(list(self._folder.glob("rank-*.over"))) == len(self._here):

@@ -58,6 +58,7 @@ from hyper_parallel.commands.reporting import Version, leads, say, saying_what_i
 from hyper_parallel.commands.slurm import Request, check_request, job_script
 from hyper_parallel.data.tokenization.tokenized import text_notes
 from hyper_parallel.launching.launch import Job, Resume
+from hyper_parallel.launching.recovering import check_recovery, described, recovery_notes
 from hyper_parallel.port import launcher
 from hyper_parallel.reports.display import evaluation_text, findings_table, make_console, settings_table, verify_table
 from hyper_parallel.reports.output import OutputError, claimed, prepare_folder, replace_text
@@ -117,6 +118,10 @@ def train(
         int | None,
         typer.Option(min=0, help="Give this rank the terminal at breakpoint() and where it fails.", show_default=False),
     ] = None,
+    recover: Annotated[
+        bool, typer.Option("--recover", help="Go on with a spare process where one is lost, as [recovery] says.")
+    ] = False,
+    spares: Annotated[int, typer.Option(min=1, help="Processes that wait to take a place, with --recover.")] = 1,
     readings: Annotated[
         Literal["full"] | None,
         typer.Option("--monitor", help="full: read all of each step, in place of [monitor].", show_default=False),
@@ -140,6 +145,7 @@ def train(
         if simulate_ranks is not None:
             needs_ranks = {"--resume": resume != "no", "--until": until, "--out": out, "--data": data}
             needs_ranks |= {"--monitor": readings is not None}
+            needs_ranks |= {"--recover": recover}
             needs_ranks |= {"--nproc": nproc, "--weights": weights, "--debug-rank": debug_rank is not None}
             options: dict[str, Any] = {"rank": rank, "hardware": hardware, "steps": steps, "without": needs_ranks}
             planning.simulate_rank(plan, simulate_ranks, **options, assignments=assignments, json_lines=json_lines)
@@ -163,7 +169,10 @@ def train(
         ranks = prepare(tables, nproc)
         if debug_rank is not None and debug_rank >= ranks:
             raise SettingError(f"--debug-rank {debug_rank}: the {ranks} ranks are 0 to {ranks - 1}")
+        check_recovery(recover, debug_rank)
         ready = checked(tables, ranks, training=True)
+        if recover:
+            typer.echo(f"note: {described(ready, spares)}", err=True)
         for note in text_notes(ready) if leads() else ():
             typer.echo(f"note: {note}", err=True)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
@@ -173,7 +182,8 @@ def train(
         with claimed(folder) if leads() else nullcontext(), saying_what_is_saved(folder):
             if debug_rank is not None:
                 hand_over_terminal()
-            job = Job(ready, folder, json_lines, resume, until, debug_rank=debug_rank)
+            options = {"debug_rank": debug_rank, "spares": spares if recover else 0}
+            job = Job(ready, folder, json_lines, resume, until, **options)
             _run(worker.train_rank, job, ranks)
 
 
@@ -460,7 +470,7 @@ def _notes(report: Report, nproc: int | None) -> list[str]:
         return [UNREAD.format("--run-model-code")]
     if report.model is None:
         return []
-    notes = style_notes(report.plan, report.model)
+    notes = [*style_notes(report.plan, report.model), *recovery_notes(report.plan)]
     with suppress(SettingError):  # A device that is elsewhere is not an error of the plan.
         shortage = memory_shortage(report.plan, report.model, nproc or report.plan.mesh.world_size)
         notes += [] if shortage is None else [f"too large to train here: {shortage}"]

@@ -34,6 +34,7 @@ class Job:
         flights: where ranks note their collectives for the launcher's watch (`hanging`); None: they don't.
         checkpoint: whose weights are evaluated; None takes the plan's.
         debug_rank: the rank that a person debugs in the terminal; no time limit ends the others meanwhile.
+        spares: processes that wait to take the place of one that is lost; 0: a rank that ends ends the run.
     """
 
     plan: ParallelPlan
@@ -45,6 +46,7 @@ class Job:
     flights: Path | None = None
     checkpoint: Path | None = None
     debug_rank: int | None = None
+    spares: int = 0
 
     @property
     def hang_after(self) -> float:

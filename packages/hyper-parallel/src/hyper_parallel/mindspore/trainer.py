@@ -28,6 +28,7 @@ class Trainer:
 
     Args:
         plan: the plan to train.
+        weights: they are always set.
 
     Attributes:
         model: under the plan.
@@ -49,7 +50,7 @@ class Trainer:
     measured = None
     capture = None
 
-    def __init__(self, plan: ParallelPlan) -> None:
+    def __init__(self, plan: ParallelPlan, *, weights: bool = True) -> None:
         self._plan = plan
         self.model: Any = build_model(plan)
         self.name = type(self.model).__name__

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from hp_plan import ParallelPlan
 from hp_platform.extend import divide_threads
 from hyper_parallel.launching.launch import Interrupted, Job, RankFailure, explanation
+from hyper_parallel.launching.recovering import launch_recovering
 from hyper_parallel.reports.display import make_reporter
 from hyper_parallel.reports.events import showing
 from hyper_parallel.supervision.hanging import last_move, watching
@@ -33,7 +34,7 @@ from hyper_parallel.supervision.run_end import ended_alike, say_first_interrupt,
 
 Result = TypeVar("Result")
 
-_OURS = ("hyper_parallel.worker", "hyper_parallel.torch.trainer")
+_OURS = ("hyper_parallel.worker", "hyper_parallel.launching.member", "hyper_parallel.torch.trainer")
 _TRANSFORMERS = (
     "transformers.models.auto.modeling_auto",
     "transformers.masking_utils",
@@ -59,7 +60,8 @@ def start_server(plan: ParallelPlan, ranks: int) -> None:
 def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, Result]:
     """Run `work(job)` on new ranks of this machine, by torchrun's launcher, and wait for all of them.
 
-    A rank that fails, or a signal to this process, ends all ranks. On a terminal this process shows a training run, and
+    A rank that fails, or a signal to this process, ends all ranks; with spares in the job, a training run goes on
+    without the rank (`launching.recovering`). On a terminal this process shows a training run, and
     the ranks' lines above its table.
 
     Args:
@@ -80,6 +82,8 @@ def launch(work: Callable[[Job], Result], job: Job, *, ranks: int) -> dict[int, 
 
     _silence_torchrun()
     start_server(job.plan, ranks)
+    if job.spares:
+        return launch_recovering(job, ranks=ranks)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

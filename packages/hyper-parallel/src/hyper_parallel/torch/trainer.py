@@ -45,6 +45,7 @@ class Trainer:
 
     Args:
         plan: the plan to train.
+        weights: False where a copy is going to set them.
 
     Attributes:
         model: under the plan.
@@ -61,12 +62,12 @@ class Trainer:
         capture: what is read of the model; None of a run that is not monitored.
     """
 
-    def __init__(self, plan: ParallelPlan) -> None:
+    def __init__(self, plan: ParallelPlan, *, weights: bool = True) -> None:
         self._plan = plan
         self._device = get_platform().devices.current_device()
         if plan.run.deterministic:
             _choose_deterministic_kernels(self._device)
-        model = begin(plan)
+        model = begin(plan, weights=weights)
         self.name = type(model).__name__
         self.size = sum(parameter.numel() for parameter in model.parameters())
         self.trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -77,7 +78,7 @@ class Trainer:
             and self.name.endswith(("ForCausalLM", "LMHeadModel"))
         )
         self.operations = count_operations(model, model.config) if causal else None
-        self.model = finish(apply(model, plan), plan)
+        self.model = finish(apply(model, plan), plan, weights=weights)
         del model  # with pp it has other ranks' stages
         self._objective = build_objective(plan)
         self.measures = () if self._objective is None else self._objective.names

@@ -1,9 +1,10 @@
-"""Going on from a checkpoint: its position in the data, and its hyperparameters, against those of the plan."""
+"""Going on from a checkpoint or a copy: position in the data, hyperparameters, and lines of steps that come again."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hp_checkpoint.extend import open_checkpoint, read_values, steps_in
 from hp_plan import ParallelPlan
 from hyper_parallel.data import Content, DataError, contents
 from hyper_parallel.data.tokenization.tokenized import token_files
-from hyper_parallel.reports.output import CHECKPOINTS, weights_option
+from hyper_parallel.reports.output import CHECKPOINTS, replace_text, weights_option
 
 _DIGEST = "digest of the data"
 _BEFORE = {"data.shuffle": True}  # of checkpoints that were written before a plan could say so
@@ -144,3 +145,39 @@ def _each(values: Sequence[Any]) -> Iterator[float]:
 
 def _shown(numbers: Sequence[float]) -> str:
     return ", ".join(f"{number:g}" for number in numbers)
+
+
+def check_held(held: Sequence[Collection[int]], every: int) -> None:
+    """Check that a run whose ranks have no step in common, and no checkpoint, has only begun.
+
+    Args:
+        held: the steps that each rank has a copy of.
+        every: how often they are kept.
+
+    Raises:
+        CheckpointError: steps were done that can't be restored.
+    """
+    if max(map(max, filter(None, held))) <= every:  # a fault in the first copy: nothing has been lost
+        return
+    texts = (f"rank {rank} of {sorted(steps) or 'none'}" for rank, steps in enumerate(held))
+    raise CheckpointError(
+        f"no step can be restored: the ranks have whole copies of no step together ({', '.join(texts)}), and there is"
+        " no checkpoint. Save some: run.checkpoint_every"
+    )
+
+
+def keep_lines(path: Path, steps: int) -> list[dict[str, Any]]:
+    """Keep the lines of the first steps in a file of JSON lines, as later steps are taken again; return their values.
+
+    Args:
+        path: of `metrics.jsonl` or `texts.jsonl`, which may be missing.
+        steps: how many are done.
+    """
+    if not path.exists():
+        return []
+    # A process that was killed while it wrote has left a line without its end, maybe cut inside of a letter.
+    *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    values = {line: json.loads(line) for line in whole if line}
+    kept = [line for line in whole if line and values[line]["step"] <= steps]
+    replace_text(path, "".join(f"{line}\n" for line in kept))
+    return [values[line] for line in kept]

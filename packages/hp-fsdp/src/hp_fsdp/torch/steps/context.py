@@ -321,6 +321,13 @@ def hsdp_sync_stream() -> None:
         context.drain()
 
 
+def drop_reductions() -> None:
+    """Drop the reductions under way of all models, which nobody uses any more: a rank was lost, and none will end."""
+    for context in list(arriving_gradients):
+        context.reductions, context.advancing = [], False
+    arriving_gradients.clear()
+
+
 class LateGradients:
     """Hooks on the unsharded parameters of groups, for gradients that come past the hooks on outputs."""
 

@@ -1,0 +1,206 @@
+"""Runs that go on from copies of their ranks' state, and the decisions of a launcher that lets them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from unittest import mock
+
+import pytest
+from small_runs import EXPERTS, TABLES, losses, run, validations
+from typer.testing import CliRunner
+
+from hp_checkpoint import CheckpointError
+from hp_checkpoint.extend import Copies, diff, hold
+from hp_optim import AdamW8bit
+from hp_plan import ParallelPlan, RecoverySection
+from hp_platform import get_platform
+from hp_platform.extend import SettingError
+from hp_testing import run_ranks
+from hyper_parallel.commands import cli
+from hyper_parallel.launching.recovering import check_recovery, described, recovery_notes
+from hyper_parallel.supervision.recovery import Recoveries, Told, fault_of
+from hyper_parallel.training.resuming import check_held
+
+pytestmark = pytest.mark.framework("torch")
+
+STEPS, FAILS = 5, 4
+WIDE = {"hidden_size": 64, "intermediate_size": 128}  # matrices of 4096 elements, whose states are coded
+
+
+class Fault(Exception):
+    """What a run is broken off by."""
+
+
+def run_here(*arguments, **options):
+    """Run, with the steps of eight bits uncompiled."""
+    with mock.patch("hp_plan.torch.build.AdamW8bit", functools.partial(AdamW8bit, compiled=False)):
+        return run(*arguments, **options)
+
+
+def broken_off(folder, mesh, paths, epoch, **options):
+    """Run with copies; in epoch 0 the rank fails once the weights of a step are new and before they are copied."""
+    from hyper_parallel.torch.trainer import Trainer
+
+    rank, update, taken = get_platform().groups.rank(), Trainer.update, []
+
+    def fails(trainer):
+        taken.append(update(trainer))
+        if len(taken) == FAILS:
+            raise Fault
+
+    copies = Copies(paths[rank], rank=rank, epoch=epoch)
+    with mock.patch.object(Trainer, "update", fails if epoch == 0 else update):
+        with contextlib.suppress(Fault):
+            run_here(folder, mesh, STEPS, copies=copies, resume="auto", **options)
+    copies.close()
+    return copies.refused
+
+
+@pytest.fixture
+def slots():
+    """A function that holds the copies of ranks, and returns their paths for other processes."""
+    held = []
+
+    def made(ranks, holders=1):
+        held.extend(hold(holders) for _ in range(ranks))
+        place = f"/proc/{os.getpid()}/fd"
+        return [[[f"{place}/{arena.descriptor}" for arena in holder] for holder in rank] for rank in held]
+
+    yield made, held
+    for arena in (arena for rank in held for holder in rank for arena in holder):
+        arena.close()
+
+
+def last(folder):
+    return folder / "run" / "checkpoints" / f"step-{STEPS:08}"
+
+
+CASES = {
+    "fsdp": ({"dp_shard": 2}, {}),
+    "tp": ({"tp": 2}, {}),
+    "pp": ({"pp": 2}, {}),
+    "ep": ({"dp_shard": 2, "ep": 2}, {"model": EXPERTS}),
+    "cp": ({"cp": 2}, {}),
+    "muon": ({"dp_shard": 2}, {"optimizer": "muon"}),
+    "eight bits": (
+        {"dp_shard": 2},
+        {
+            "optimizer": "adamw8bit",
+            "model": {**TABLES["model"], "overrides": {**TABLES["model"]["overrides"], **WIDE}},
+            "changed": {"dtype": "float32"},
+        },
+    ),
+    "states on the host": ({"dp_shard": 2}, {"optimizer": {"name": "adamw", "swap_slices": 2}}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=pytest.mark.thorough if each == "cp" else ()) for each in CASES]
+)
+def test_a_run_goes_on_from_copies_with_the_same_bits(tmp_path, slots, case):
+    mesh, options = CASES[case]
+    make, _ = slots
+    paths = make(2)
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, run_here, tmp_path / "whole", mesh, STEPS, **options)
+    for epoch in (0, 1):
+        run_ranks(2, broken_off, tmp_path / "parts", mesh, paths, epoch, **options)
+    whole, parts = (tmp_path / name for name in ("whole", "parts"))
+    assert losses(parts) == losses(whole) and validations(parts) == validations(whole)
+    assert [str(each) for each in diff(last(parts), last(whole))] == []
+
+
+def test_a_copy_that_changed_is_refused_and_the_next_holder_used(tmp_path, slots):
+    make, held = slots
+    paths = make(2, holders=2)
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, run, tmp_path / "whole", {"dp_shard": 2}, STEPS)
+    run_ranks(2, broken_off, tmp_path / "parts", {"dp_shard": 2}, paths, 0)
+    for arena in held[1][0]:  # both slots of rank 1's first holder
+        arena.reserve(os.fstat(arena.descriptor).st_size)[4096] ^= 1
+    refused = run_ranks(2, broken_off, tmp_path / "parts", {"dp_shard": 2}, paths, 1)
+    text = "the copy of rank 1 of step {} in holder 0 has other bits than were written: it is not used"
+    assert [sorted(each) for each in refused] == [[], [text.format(2), text.format(3)]]
+    assert [str(each) for each in diff(last(tmp_path / "parts"), last(tmp_path / "whole"))] == []
+
+
+def test_without_a_whole_copy_the_newest_checkpoint_is_taken(tmp_path, slots):
+    """Rank 1 has lost its copies; the checkpoint is of step 2."""
+    make, held = slots
+    paths = make(2)
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, run, tmp_path / "whole", {"dp_shard": 2}, STEPS)
+    run_ranks(2, broken_off, tmp_path / "parts", {"dp_shard": 2}, paths, 0)
+    for arena in held[1][0]:
+        os.ftruncate(arena.descriptor, 0)
+    deadline = time.monotonic() + 60  # its writers end by themselves
+    while not (tmp_path / "parts" / "run" / "checkpoints" / "step-00000002").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run_ranks(2, broken_off, tmp_path / "parts", {"dp_shard": 2}, paths, 1)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert [str(each) for each in diff(last(tmp_path / "parts"), last(tmp_path / "whole"))] == []
+
+
+def test_steps_that_nobody_can_restore_are_not_taken_again_in_silence():
+    check_held([{1}, set()], 1)  # the fault came while the first step was copied
+    with pytest.raises(CheckpointError, match=r"rank 0 of \[6, 7\], rank 1 of none.*run.checkpoint_every"):
+        check_held([{6, 7}, set()], 1)
+
+
+def test_the_process_that_ended_is_named_and_not_those_that_lost_it():
+    told = [Told("lost", text="rank 1 was lost"), Told("ended"), Told("lost", text="rank 1 was lost")]
+    fault = fault_of(told, [7, 7, None], lambda rank: f"killed by SIGKILL ({rank})")
+    assert (fault.ranks, fault.step, fault.text, fault.explained) == ((1,), 7, "killed by SIGKILL (1)", False)
+    raised = fault_of([Told("failed", text="Traceback", error="KeyError"), Told("lost")], [3, 3], str)
+    assert (raised.ranks, raised.text, raised.explained) == ((0,), "Traceback", False)
+    alike = fault_of([Told("failed", text="the data ends", error="DataError")] * 2, [3, 3], str)
+    assert alike.explained and alike.ranks == (0, 1)
+    nobody = fault_of([Told("lost", text="connection reset")] * 2, [None, None], str)
+    assert (nobody.ranks, nobody.step) == ((), None)
+
+
+def test_a_run_is_given_up_after_so_many_faults():
+    def fault(step, explained=False):
+        return fault_of([Told("failed", text="x", error="DataError" if explained else "KeyError")], [step], str)
+
+    limited = Recoveries(RecoverySection(limit=2))
+    assert [limited.refusal(fault(step)) for step in (1, 5)] == [None, None]
+    assert limited.refusal(fault(9)) == "the run has recovered 2 times within an hour (recovery.limit)"
+    same = Recoveries(RecoverySection(same_step=2))
+    assert [same.refusal(fault(step)) for step in (3, 4)] == [None, None]
+    assert "it is fault 2 in step 4 (recovery.same_step)" in str(same.refusal(fault(4)))
+    starting = Recoveries(RecoverySection(same_step=1))
+    assert starting.refusal(fault(None)) is None  # no step had begun
+    assert Recoveries(RecoverySection()).refusal(fault(1, True)) == "another process would end the same way"
+
+
+def test_the_command_says_what_it_will_do_and_where_it_can_not(monkeypatch):
+    plan = ParallelPlan.from_dict(TABLES)
+    assert described(plan, 1) == (
+        "recovery: a process that ends, hangs or raises is replaced by one of 1 spare process, the others stay; at most"
+        " 3 times an hour"
+    )
+    every = ParallelPlan.from_dict({**TABLES, "recovery": {"replace": "all"}})
+    assert "all are replaced and go on from copies in memory" in described(every, 2)
+    assert recovery_notes(plan) == [] and "under torchrun, msrun and srun" in recovery_notes(every)[0]
+    check_recovery(True, None)
+    with pytest.raises(SettingError, match="--debug-rank"):
+        check_recovery(True, 1)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_recovery(False, None)
+    with pytest.raises(SettingError, match="torchrun --max-restarts 3"):
+        check_recovery(True, None)
+
+
+def test_lint_says_where_processes_are_not_replaced(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(ParallelPlan.from_dict({**TABLES, "recovery": {"holders": 2}}).to_toml())
+    done = CliRunner().invoke(cli.app, ["lint", str(path), "--json"])
+    assert "[recovery] is for hyper-parallel train --recover on one machine" in done.output
