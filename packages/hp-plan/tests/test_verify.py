@@ -272,3 +272,21 @@ def test_a_loss_alone_that_differs_is_seen():
         module.backward_loss = backward_loss
     assert not result.passed
     assert result.largest == pytest.approx(1e-8, rel=1e-3)
+
+
+@on_ranks(2)
+def test_what_is_compared_is_recomputed_and_swapped_as_the_plan_says():
+    apply, seen = module.apply, []
+
+    def noted(model, plan):
+        seen.append(plan.memory)
+        return apply(model, plan)
+
+    module.apply = noted
+    try:
+        memory = {"recompute": ["model.layers.0"], "swap": ["model.layers.1"]}
+        result = verify(ParallelPlan.from_dict(PLAN.to_dict() | {"memory": memory}))
+    finally:
+        module.apply = apply
+    assert result.passed
+    assert [(each.recompute, each.swap) for each in seen] == [(("model.layers.0",), ("model.layers.1",))]

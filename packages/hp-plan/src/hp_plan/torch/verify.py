@@ -213,7 +213,7 @@ def _in_float64(plan: ParallelPlan) -> ParallelPlan:
     fsdp = dataclasses.replace(plan.fsdp, param_dtype=None, reduce_dtype=None)
     run = dataclasses.replace(plan.run, dtype="float64")
     # Bytes are for the plan's own dtypes: in float64 parameters and activations get as many times more.
-    memory = MemorySection(homes=plan.memory.homes)
+    memory = dataclasses.replace(plan.memory, budget=None, bandwidth=MemorySection().bandwidth)
     if plan.memory.cache is not None:
         cache = parse_size(plan.memory.cache) * BYTES["float64"] // BYTES[plan.run.dtype]
         memory = dataclasses.replace(memory, cache=f"{cache} B")
