@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from hp_fsdp.grad_norm import counts_here
 from hp_fsdp.groups.managed_params import Roster
-from hp_fsdp.groups.parameter import gather_as
 from hp_fsdp.port import sharding
 
-__all__ = ["Roster", "counts_here", "gather_as", "watch_optimizers"]
+__all__ = ["Roster", "counts_here", "watch_optimizers"]
 
 
 def watch_optimizers() -> None:

@@ -9,22 +9,6 @@ from typing import Any, ClassVar
 from hp_dtensor import DeviceMesh, RaggedShard
 from hp_dtensor.extend import TensorSpec
 
-GATHERED_AS = "_gathered_as"
-"""Attribute of a parameter: an instance of the subclass that it is gathered as."""
-
-
-def gather_as(parameter: Any, example: Any) -> None:
-    """Let `fully_shard` gather a plain parameter as a tensor subclass says that has an all-gather extension.
-
-    The parameter stays the object that it is: plain, or a DTensor, which no subclass can wrap. PyTorch only: see
-    Note [Encoded parameters] in `hp_fsdp.torch.groups.encoding`.
-
-    Args:
-        parameter: plain, or a DTensor.
-        example: an instance of the subclass around any tensor of the parameter's dtype, which is not read.
-    """
-    setattr(parameter, GATHERED_AS, example)
-
 
 class GroupParameter:
     """A parameter, the places where it is registered, and its unsharded shape.

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hp_fsdp.groups.parameter import GATHERED_AS
+from hp_dtensor.extend import gathered_as
 
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -51,13 +51,12 @@ class Encoding:
 
         Args:
             name: the parameter's, for errors.
-            parameter: an instance of a subclass with the extension, or a parameter that `hp_fsdp.extend.gather_as` was called on.
+            parameter: an instance of a subclass with the extension, or one that `gather_as` was called on.
 
         Raises:
             TypeError: the subclass does not wrap one plain tensor of the parameter's shape and dtype.
         """
-        example: Any = vars(parameter).get(GATHERED_AS)
-        example = parameter if example is None else example
+        example: Any = gathered_as(parameter)
         cls: Any = type(example)
         if not all(hasattr(cls, method) for method in _METHODS):
             return None
@@ -125,6 +124,6 @@ def unwrapped(parameter: Any, encoding: Encoding) -> nn.Parameter:
     """Return a plain parameter with the memory that an instance of the subclass wraps."""
     plain = nn.Parameter(getattr(parameter, encoding.inner).detach(), requires_grad=parameter.requires_grad)
     for key, value in vars(parameter).items():
-        if key not in (encoding.inner, GATHERED_AS) and not key.startswith("_"):
+        if key != encoding.inner and not key.startswith("_"):
             setattr(plain, key, value)
     return plain
