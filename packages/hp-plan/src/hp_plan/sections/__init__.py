@@ -10,6 +10,7 @@ from hp_plan.sections.distribution import (
     FsdpSection,
     MeshSection,
     PipelineSection,
+    PrecisionSection,
 )
 from hp_plan.sections.model import AdapterSection, CompileSection, ModelSection
 from hp_plan.sections.running import (
@@ -45,6 +46,7 @@ __all__ = [
     "OptimizerGroup",
     "OptimizerSection",
     "PipelineSection",
+    "PrecisionSection",
     "ProfileSection",
     "RunSection",
     "ScheduleSection",

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from hp_dtensor import DTensor
 from hp_plan.checks.verification import ModuleDifference, VerifyResult
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
+from hp_plan.torch.library.low_precision import casts
 from hp_plan.torch.training.parts import Part, parts
 from hp_platform import get_platform
 from hp_platform.extend import reduce_numbers, share_bytes
@@ -314,6 +316,8 @@ class Float64(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to and "torchao" in sys.modules and casts(sys._getframe(1)) is not None:
+            return func(*args, **(kwargs or {}))  # `products_in_float64` knows better
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args = tuple(torch.float64 if item is torch.float32 else item for item in args)

@@ -92,6 +92,8 @@ def run_low_precision(module: torch.nn.Module) -> None:
 
     def forward(module: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         (x,) = (*args, *kwargs.values())
+        if not isinstance(x, DTensor) and not isinstance(module.weight, DTensor):
+            return original(x)  # inside of a region on plain tensors
         return _product(module, x, spec)
 
     around(module, forward)
