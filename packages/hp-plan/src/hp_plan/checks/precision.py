@@ -39,6 +39,9 @@ def check_precision(plan: ParallelPlan) -> list[Diagnostic]:
     rows = plan.data.batch_size * plan.data.width // plan.mesh.data_parallel
     tokens = rows // (plan.pipeline.micro_batches or rows if plan.mesh.pp > 1 else 1) * plan.data.sequence_length
     tokens //= plan.mesh.cp
+    if plan.optimizer.name == "adamw8bit":
+        message = f"{got} with adamw8bit, whose states are cut in blocks of 256 elements: verify can't compare the two"
+        diagnostics.append(Diagnostic("optimizer.name", message, "make it 'adamw', or leave [precision] out"))
     if plan.memory.budget is not None:
         message = f"{got} with memory.budget, whose plan of what is computed again knows no tensors of eight bits"
         diagnostics.append(Diagnostic("memory.budget", message, "write memory.recompute or swap in its place"))
@@ -62,8 +65,6 @@ def _check_gather(plan: ParallelPlan) -> list[Diagnostic]:
         reason = f"but the mesh {plan.mesh.described} gathers no weights"
     elif plan.memory.homes:
         reason = "with memory.homes, whose ranks send their weights as they are"
-    elif plan.optimizer.name == "adamw8bit":
-        reason = "with adamw8bit, whose states are cut in blocks of 256 elements where these weights are cut in rows"
     return [] if reason is None else [Diagnostic(key, f"{got}, {reason}", "leave it out")]
 
 

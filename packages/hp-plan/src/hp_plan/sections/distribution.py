@@ -1,4 +1,4 @@
-"""How ranks share a model: `[mesh]`, `[communication]`, `[context]`, `[pipeline]`, `[fsdp]`, `[precision]`, `[experts]`."""
+"""How ranks share a model and compute: `[mesh]`, `[communication]`, `[context]`, `[pipeline]`, `[fsdp]` and so on."""
 
 from __future__ import annotations
 

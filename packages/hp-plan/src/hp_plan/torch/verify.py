@@ -20,12 +20,8 @@ from hp_plan.sections import CompileSection, MemorySection
 from hp_plan.structure.memory import BYTES, memory_left, training_bytes
 from hp_plan.torch.build import build_model, build_objective, build_optimizer, build_schedule
 from hp_plan.torch.compared import Compared, Float64
-from hp_plan.torch.library.low_precision import (
-    emulated,
-    lower_precision_in_parts,
-    products_in_float64,
-    what_was_multiplied,
-)
+from hp_plan.torch.library.compat import products_in_float64
+from hp_plan.torch.library.low_precision import emulated, lower_precision_in_parts, what_was_multiplied
 from hp_plan.torch.models import batch_of, loss_inputs
 from hp_plan.torch.sequences.context_guard import unguarded
 from hp_plan.torch.training.loss import backward_loss, gives_items
@@ -60,7 +56,7 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
     if plan.communication.wire:
         left_out += ("gradients between replicas were sent as they are, without [communication] wire",)
     plan = _in_float64(plan)
-    with Float64() as mode, products_in_float64(plan.precision):
+    with Float64(lowers=plan.precision.linear is not None) as mode, products_in_float64(plan.precision):
         device = get_platform().devices.current_device()
         single, parallel = build_model(plan).to(device), apply(build_model(plan).to(device), plan)
         lower_precision_in_parts(plan, single)

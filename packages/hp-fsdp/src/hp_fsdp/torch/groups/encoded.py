@@ -251,7 +251,8 @@ def reduce_amax(buckets: Sequence[EncodedBucket], backward: bool) -> None:
     for each in chosen:
         each.check()
     wide = torch.float64 if any(each.dtype is torch.float64 for each in chosen) else torch.float32
-    device = chosen[0].device
+    first = chosen[0]  # of which `device` is that of memory once it is prepared
+    device = first.shard.device if first.offload is None else first.device
     values = torch.zeros(sum(len(each.parameters) for each in chosen), dtype=wide, device=device)
     places = [(bucket, index) for bucket in chosen for index in range(len(bucket.parameters))]
     with torch.no_grad(), _plain():

@@ -9,18 +9,15 @@ Note [Scales of parts]
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor.extend import gather_as
 from hp_plan.checks.precision import low_precision_layers
@@ -33,8 +30,6 @@ from hp_platform import get_platform
 
 _FLOAT8 = (8, 9)
 """The capability from which on NVIDIA's devices multiply float8."""
-_FRAMES = 12
-"""Frames between a cast and the function that it is for: those of other modes."""
 _MX = (10, 0)
 """The same of blocks with scales of their own."""
 
@@ -117,38 +112,6 @@ def what_was_multiplied(section: PrecisionSection) -> str:
     if section.linear == "mxfp8":
         return "mxfp8 was left out, as torchao casts no float64 to it: layers multiplied in float64"
     return f"{section.linear} was emulated: what is cast to eight bits is multiplied in float64"
-
-
-def products_in_float64(section: PrecisionSection) -> contextlib.AbstractContextManager[Any]:
-    """Inside, torchao scales, casts and emulates products in float64 where it does so in float32.
-
-    Scales that are powers of two are computed in float32, which gives the same ones.
-    """
-    return contextlib.nullcontext() if section.linear is None else _Float64Products()
-
-
-class _Float64Products(TorchDispatchMode):
-    """It sees what backward does, too, in whatever way backward was called."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default and all(hasattr(each, "_orig_dtype") for each in args):
-            left, right = (each._data.double() / each._scale for each in args)
-            return torch.mm(left, right).to(args[0]._orig_dtype)
-        to_single = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.float32
-        if to_single and args[0].dtype is torch.float64:
-            frame = casts(sys._getframe(1))
-            if frame is not None and not frame.f_locals.get("round_scales_to_power_of_2", False):
-                return args[0].clone()
-        return func(*args, **(kwargs or {}))
-
-
-def casts(frame: Any) -> Any:
-    """Return the first of a frame and those around it in which torchao casts; None if there is none."""
-    for _ in range(_FRAMES):
-        if frame is None or frame.f_globals.get("__name__", "").startswith("torchao.float8."):
-            return frame
-        frame = frame.f_back
-    return None
 
 
 def _layer(linear: nn.Linear, section: PrecisionSection) -> nn.Module:
