@@ -81,6 +81,8 @@ SUPPORT_TESTS = (  # of what rests on transformers' and safetensors' own names
 EXAMPLES = {"torch": "examples/qwen3_fsdp_tp.toml", "mindspore": "examples/mindspore_qwen3_fsdp_tp.toml"}
 LOOPS = {"fabric": ("lightning",), "ray": ("ray[train]",), "trl": ("trl",)}
 """Libraries with loops of their own, to compare with; each has a test_<name>.py in hyper-parallel."""
+FLOAT8 = ("torch-cpu", "torch-cuda")
+"""Backends with products in eight bits by torchao, which tests skip where it is missing."""
 CI = ("torch-cpu", "torch-npu-sim", "mindspore-cpu")  # they need no device, so two tests may run at a time
 
 
@@ -106,6 +108,8 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
         "hyper-parallel": ("pyarrow", "peft", "griffelib"),
     }
     wanted = [each for name in packages for each in libraries.get(name, ())] if framework == "torch" else []
+    if backend in FLOAT8:
+        wanted.append("torchao")
     others = ("pytest-xdist", *requirements, *wanted)
     install(session, *packages, extras=f"[{framework},test]", others=others, framework=framework)
     named = any(argument.startswith("packages/") for argument in session.posargs)
@@ -476,7 +480,7 @@ def recovery(session: nox.Session) -> None:
 @nox.session(default=False)
 def programs(session: nox.Session) -> None:
     """Whole programs as users write them, on ranks and alone, beside a load: programs/; `-- --only gan` for some."""
-    install(session, *PACKAGES, extras="[torch,test]", others=("peft", "trl"))
+    install(session, *PACKAGES, extras="[torch,test]", others=("peft", "trl", "torchao"))
     python = mindspore_python(session)
     options = session.posargs or ("--runs", "5", "--load", "8")
     session.run("python", "programs/run.py", "--mindspore", str(python), *options)

@@ -299,9 +299,6 @@ class Wrapped(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return super().__torch_function__(func, types, args, kwargs or {})
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        raise NotImplementedError
-
 
 @on_ranks(2)
 def test_classes_of_parameters():
@@ -314,7 +311,7 @@ def test_classes_of_parameters():
     model = nn.Linear(3, 3)
     model.weight = nn.Parameter(model.weight.detach().as_subclass(Wrapped))
     with pytest.raises(
-        TypeError, match=r"'weight' is a .*Wrapped, a tensor subclass.*fsdp_pre_all_gather\) would be lost"
+        TypeError, match=r"'weight' is a .*Wrapped, a tensor subclass.*its kernels would be lost.*fsdp_post_all_gather"
     ):
         fully_shard(model, data_mesh())
     fully_shard(nn.Sequential(model), data_mesh(), ignored_params=[model.weight])(torch.ones(3))

@@ -7,7 +7,15 @@ from hp_dtensor.debugging.visualize import text_table
 from hp_dtensor.layout.boxes import Box, boxes
 from hp_dtensor.layout.placements import kind_of
 from hp_dtensor.layout.sharding import cut_dim, intervals, local_shape
-from hp_dtensor.layout.spec import TensorSpec, mark_summed_gradients, normalize, spec_named, sums_gradients
+from hp_dtensor.layout.spec import (
+    TensorSpec,
+    gather_as,
+    gathered_as,
+    mark_summed_gradients,
+    normalize,
+    spec_named,
+    sums_gradients,
+)
 from hp_dtensor.mesh.axes import axes_overlap, axis_within
 from hp_dtensor.mesh.meshes import axes_within, check_member, in_one_root, slice_of
 
@@ -19,6 +27,8 @@ __all__ = [
     "check_member",
     "in_one_root",
     "cut_dim",
+    "gather_as",
+    "gathered_as",
     "intervals",
     "kind_of",
     "local_shape",

@@ -65,6 +65,7 @@ class ParameterFacts:
         trains: it requires gradients.
         shape: of the unsharded tensor on this rank.
         nbytes: of the full parameter, the same on all ranks.
+        encoded: it is gathered as bytes that its class makes of whole rows.
     """
 
     parameter: Any
@@ -74,6 +75,7 @@ class ParameterFacts:
     trains: bool
     shape: Sequence[int]
     nbytes: int
+    encoded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +87,14 @@ class BucketPlan:
         unit: number of elements that stay together: a row's, or those of a slice along ``dim``.
         sharded: False for parameters that stay replicated.
         dim: the sharded dim of its one parameter; None for ranges of flattened elements.
+        encoded: they are gathered as bytes that their classes make of whole rows.
     """
 
     parameters: list[Any]
     unit: int = 1
     sharded: bool = True
     dim: int | None = None
+    encoded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +139,13 @@ class GroupOptions:
             # Parameters sharded between slices have a bucket of their own; others share one by dtype and requires_grad.
             unit, dim = self.sharding_of(each.name, each.original, each.shape)
             alone = each.name if self.by_parameter or unit > 1 or dim is not None else ""
-            kinds.setdefault((each.dtype, each.trains, alone, unit, each.nbytes >= self.threshold, dim), []).append(
-                each
-            )
+            if each.encoded:
+                unit = _row(each, dim)
+            key = (each.dtype, each.trains, alone, unit, each.nbytes >= self.threshold, dim, each.encoded)
+            kinds.setdefault(key, []).append(each)
         return [
-            BucketPlan([each.parameter for each in members], unit, sharded, dim)
-            for (*_, unit, sharded, dim), alike in kinds.items()
+            BucketPlan([each.parameter for each in members], unit, sharded, dim, encoded)
+            for (*_, unit, sharded, dim, encoded), alike in _joined_rows(kinds).items()
             for members in self._in_buckets(alike)
         ]
 
@@ -218,6 +223,41 @@ class GroupOptions:
             )
         unit = math.prod(size for at, size in enumerate(shape) if at != dim)
         return (unit, dim or None) if unit else (1, None)
+
+
+_LONGEST = 64
+"""How many times the longest row the common multiple of rows in a bucket may be: pieces are padded to it."""
+
+
+def _row(facts: ParameterFacts, dim: int | None) -> int:
+    """Return the elements of a row of an encoded parameter.
+
+    Raises:
+        NotImplementedError: it is to be sharded along another dim.
+    """
+    if dim is not None:
+        raise NotImplementedError(
+            f"fully_shard: shard_placement_fn returned Shard({dim}) for {facts.name!r}, which has an all-gather"
+            " extension: it encodes whole rows. Return Shard(0) or None"
+        )
+    return max(1, math.prod(facts.shape[1:]))
+
+
+def _joined_rows(kinds: dict[Any, list[ParameterFacts]]) -> dict[Any, list[ParameterFacts]]:
+    """Put encoded parameters with rows of several lengths together, in buckets that are cut between all their rows."""
+    joined: dict[Any, list[ParameterFacts]] = {}
+    units: dict[Any, int] = {}
+    for key, members in kinds.items():
+        *first, unit, large, dim, encoded = key
+        alike = (*first, large, dim)
+        common = math.lcm(units.get(alike, 1), unit)
+        if not encoded or first[-1] or common > _LONGEST * max(units.get(alike, 1), unit):
+            joined[key] = members
+            continue
+        before = joined.pop((*first, units[alike], large, dim, True), []) if alike in units else []
+        units[alike] = common
+        joined[*first, common, large, dim, True] = [*before, *members]
+    return joined
 
 
 def _ours(policy: Any) -> Any:

@@ -23,6 +23,7 @@ from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_pipeline import PipelineSchedule
 from hp_plan.checks.alike import SharedSamples, agree_on_plan, take_first_weights
 from hp_plan.checks.checks import check_model, check_plan, check_platform
+from hp_plan.checks.precision import low_precision_layers
 from hp_plan.features.blocks import compile_blocks, save_less
 from hp_plan.features.communication import host_axis, wire_of
 from hp_plan.features.experts import expert_styles, spread_experts, with_expert_axes
@@ -93,6 +94,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     _check_mesh(mesh, axes)
     _check_hosts(plan, mesh)
     port.sum_beside_parameters(model)
+    port.lower_precision(model, plan.precision, low_precision_layers(plan, outline))
     if "cp" in axes:
         port.spread_attention(model)
     styles = choose_styles(plan, outline).by_name if "tp" in axes or plan.mesh.ep > 1 else {}

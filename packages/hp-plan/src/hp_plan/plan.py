@@ -29,6 +29,7 @@ from hp_plan.sections import (
     ObjectiveSection,
     OptimizerSection,
     PipelineSection,
+    PrecisionSection,
     ProfileSection,
     RecoverySection,
     RunSection,
@@ -46,6 +47,7 @@ SECTIONS: dict[str, type] = {
     "context": ContextSection,
     "pipeline": PipelineSection,
     "fsdp": FsdpSection,
+    "precision": PrecisionSection,
     "experts": ExpertsSection,
     "objective": ObjectiveSection,
     "optimizer": OptimizerSection,
@@ -70,6 +72,7 @@ _SECTION_SYNONYMS = {
     **dict.fromkeys(("eval", "evaluation"), "validation"),
     **dict.fromkeys(("recompute", "offload"), "memory"),
     **dict.fromkeys(("watch", "readings"), "monitor"),
+    **dict.fromkeys(("fp8", "float8", "quantize", "quantization"), "precision"),
 }
 AUTOMATIC_STYLES = ("auto", "auto-sequence")
 
@@ -94,6 +97,7 @@ class ParallelPlan:
         context: how attention is spread over the axis `cp`.
         pipeline: the stages of the ranks on the axis `pp`, and their schedule.
         fsdp: the modules that are sharded together, and options.
+        precision: the products in eight bits.
         experts: how tokens come to experts that are spread over `ep`.
         objective: the loss that training makes smaller.
         optimizer: the optimizer.
@@ -120,6 +124,7 @@ class ParallelPlan:
     context: ContextSection = field(default_factory=ContextSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     fsdp: FsdpSection = field(default_factory=FsdpSection)
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
     experts: ExpertsSection = field(default_factory=ExpertsSection)
     objective: ObjectiveSection = field(default_factory=ObjectiveSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
@@ -266,8 +271,13 @@ def plain(value: Any) -> Any:
 
 def context_tokens(plan: ParallelPlan) -> list[int]:
     """List the places in a sample of this rank's tokens, in the order in which it has them."""
+    return tokens_at(plan, plan.mesh.coordinate(get_platform().groups.rank()).get("cp", 0))
+
+
+def tokens_at(plan: ParallelPlan, place: int) -> list[int]:
+    """List the places in a sample of the tokens of a rank with this number on `cp`, in its order."""
     size, length = plan.mesh.cp, plan.data.sequence_length
-    chunks = chunks_of(plan.mesh.coordinate(get_platform().groups.rank()).get("cp", 0), size, _balanced(plan))
+    chunks = chunks_of(place, size, _balanced(plan))
     width = length // (2 * size if _balanced(plan) else size)
     return [place for chunk in chunks for place in range(chunk * width, (chunk + 1) * width)]
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from hp_dtensor import DeviceMesh
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic
+from hp_plan.sections import PrecisionSection
 from hp_plan.structure.outline import ModelOutline
 from hp_platform.extend import load_port
 
@@ -56,6 +57,14 @@ class Models(Protocol):
 
     def sum_beside_parameters(self, model: Module) -> None:
         """Let adapters of single parameters leave these where they are, for what shards them."""
+        ...
+
+    def lacks_products(self, linear: str, kernels: str) -> tuple[str, str] | None:
+        """Tell what keeps this process from products of a format of `[precision]`, and what to do; None if nothing."""
+        ...
+
+    def lower_precision(self, model: Module, section: PrecisionSection, names: Sequence[str]) -> None:
+        """Let the Linear modules of these names multiply in eight bits; they stay the objects that they are."""
         ...
 
     def shard_adapters(self, model: Module) -> None:

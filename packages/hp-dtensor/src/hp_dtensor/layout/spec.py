@@ -375,3 +375,21 @@ def varying(spec: TensorSpec, grad_placements: Sequence[Placement]) -> tuple[boo
                 f"it may be {natural!r}" + (" or Partial()" if spec.placements[axis].is_replicate() else "")
             )
     return vary if any(vary) else None
+
+
+def gather_as(parameter: Any, example: Any) -> None:
+    """Let `hp_fsdp.fully_shard` gather a parameter as a tensor subclass says that has an all-gather extension.
+
+    The parameter stays the object that it is: plain, or a DTensor, which no subclass can wrap. PyTorch only: see
+    Note [Encoded parameters] in `hp_fsdp.torch.groups.encoding`.
+
+    Args:
+        parameter: plain, or a DTensor.
+        example: an instance of the subclass around any tensor of the parameter's dtype, which is not read.
+    """
+    parameter._gathered_as = example
+
+
+def gathered_as(parameter: Any) -> Any:
+    """Return what `gather_as` was called with; the parameter itself where it was not."""
+    return getattr(parameter, "_gathered_as", parameter)

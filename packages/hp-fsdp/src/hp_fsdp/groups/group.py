@@ -16,7 +16,7 @@ from hp_fsdp.steps.order import ExecutionOrder
 from hp_platform.extend import attribute_to, reduce_numbers
 
 if TYPE_CHECKING:
-    from hp_fsdp.options import GroupOptions
+    from hp_fsdp.options import BucketPlan, GroupOptions
 
 
 def check_alike(groups: Sequence[Any], axes: DataAxes) -> None:
@@ -219,7 +219,7 @@ class Group(Generic[C]):
     def add(self, parameters: Sequence[Any]) -> None:
         """Shard parameters and make them the group's."""
         buckets = [
-            self.bucket(
+            self.bucket_of(plan)(
                 plan,
                 self.axes if plan.sharded else self.axes.replicated(),
                 self.device,
@@ -232,6 +232,10 @@ class Group(Generic[C]):
             bucket.shard_originals()
         self.buckets += buckets
         self.parameters = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+
+    def bucket_of(self, plan: BucketPlan) -> Any:
+        """Return the class of a plan's bucket."""
+        return self.bucket
 
     def add_late_parameters(self, ignored: Sequence[Any], inner: DeviceMesh | None) -> bool:
         """Shard parameters that joined the members after they were sharded.

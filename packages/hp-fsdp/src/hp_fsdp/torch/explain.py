@@ -309,15 +309,9 @@ def bytes_of(bucket: Bucket) -> BucketBytes:
     alone = axes.ranks == 1
     return BucketBytes(
         shard=layout.piece * bucket.dtype.itemsize,
-        gathered=0 if _computes_with_shard(bucket) else layout.total * bucket.compute_dtype.itemsize,
+        gathered=bucket.gathered_bytes,
         gradients=layout.total * bucket.reduce_dtype.itemsize if bucket.trains and not alone else 0,
     )
-
-
-def _computes_with_shard(bucket: Bucket) -> bool:
-    if bucket.prepared:
-        return bucket.aliased
-    return bucket.axes.shard_size == 1 and bucket.compute_dtype is bucket.dtype and bucket.offload is None
 
 
 _BUFFERS = "the reductions' buffers; autograd's own, of the group that computes, come on top"

@@ -261,7 +261,8 @@ def _total(output: Any, loss: Callable[..., T] | None) -> T:
             "trace_saved: no tensor of the model's output requires gradients; pass loss=, a function of the output that"
             " returns what the step differentiates."
         )
-    return sum(each.sum() for each in found)  # type: ignore[return-value]
+    total: Any = sum(each.sum() for each in found)
+    return total
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from hp_optim.extend import is_hidden_matrix
 from hp_plan.checks.alike import check_deterministic
 from hp_plan.checks.monitor.checks import check_monitor, check_monitored
+from hp_plan.checks.precision import check_layers, check_precision, check_styled_layers
 from hp_plan.checks.styles import check_styles
 from hp_plan.checks.unused_keys import check_best, check_profile, check_unused_keys, check_validation
 from hp_plan.features.adapters import check_adapter
@@ -251,6 +252,7 @@ CHECKS = (
     Check(check_states),
     Check(check_context),
     Check(check_overlap),
+    Check(check_precision),
     Check(check_sequence, apply=False),
     Check(check_accumulation, apply=False),
     Check(check_deterministic),
@@ -277,10 +279,12 @@ CHECKS = (
     Check(check_activations, "model"),
     Check(check_compiled, "model"),
     Check(check_homes, "model"),
+    Check(check_layers, "model"),
     Check(check_budget, "model", apply=False),
     Check(check_monitored, "model", apply=False),
     Check(check_experts, "styles"),
     Check(check_scattered, "styles"),
     Check(check_overlapped, "styles"),
+    Check(check_styled_layers, "styles"),
 )
 """All checks, in the order in which what they find is shown."""

@@ -124,6 +124,9 @@ def check_compile(plan: ParallelPlan) -> list[Diagnostic]:
         for axis, why in _AXES.items()
         if getattr(plan.mesh, axis) > 1
     ]
+    if plan.precision.linear is not None and plan.precision.all_gather is not None:
+        what = f"precision.all_gather = {plan.precision.all_gather!r}"
+        reasons.append((what, "weights that are gathered as bytes are not traced", "precision.all_gather"))
     reasons += [(f"memory.{key}", why, f"memory.{key}") for key, why in _BESIDE.items() if getattr(plan.memory, key)]
     diagnostics = [
         Diagnostic(

@@ -15,6 +15,7 @@ from hp_dtensor.mindspore.extend import replicate_parameters
 from hp_fsdp.extend import watch_optimizers
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import Compare
+from hp_plan.sections import PrecisionSection
 from hp_plan.structure.outline import ModelOutline, ModuleOutline, declared_table, named_by
 from hp_styles.mindspore.extend import kind as parallel_kind
 
@@ -122,6 +123,14 @@ def sum_beside_parameters(model: nn.Cell) -> None:
 
 def shard_adapters(model: nn.Cell) -> None:
     """Do nothing: there are no adapters."""
+
+
+def lacks_products(linear: str, kernels: str) -> tuple[str, str] | None:
+    return "this version does not support it on MindSpore", "leave [precision] out"
+
+
+def lower_precision(model: nn.Cell, section: PrecisionSection, names: Sequence[str]) -> None:
+    """Do nothing: a plan that has names of layers is refused."""
 
 
 def spread_attention(model: nn.Cell) -> None:

@@ -10,6 +10,7 @@ from hp_plan.sections.distribution import (
     FsdpSection,
     MeshSection,
     PipelineSection,
+    PrecisionSection,
 )
 from hp_plan.sections.model import AdapterSection, CompileSection, ModelSection
 from hp_plan.sections.running import (
@@ -46,6 +47,7 @@ __all__ = [
     "OptimizerGroup",
     "OptimizerSection",
     "PipelineSection",
+    "PrecisionSection",
     "ProfileSection",
     "RecoverySection",
     "RunSection",

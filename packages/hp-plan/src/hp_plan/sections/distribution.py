@@ -1,4 +1,4 @@
-"""`[mesh]`, `[communication]`, `[context]`, `[pipeline]`, `[fsdp]` and `[experts]`: how ranks share a model."""
+"""How ranks share a model and compute: `[mesh]`, `[communication]`, `[context]`, `[pipeline]`, `[fsdp]` and so on."""
 
 from __future__ import annotations
 
@@ -187,6 +187,30 @@ class FsdpSection:
     offload: bool = False
     param_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
     reduce_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+
+
+@dataclass(frozen=True)
+class PrecisionSection:
+    """Products in eight bits, by torchao (`pip install "hyper-parallel[fp8]"`; PyTorch).
+
+    Weights, gradients and optimizer states stay in the dtypes of `[run]` and `[fsdp]`; only what is multiplied is cast.
+
+    Attributes:
+        linear: the model's Linear layers multiply in this format: `float8-tensorwise` with one scale a tensor (e4m3,
+            gradients e5m2), `float8-rowwise` with one for each row (e4m3, scales that are powers of two), `mxfp8` with
+            one for each 32 elements of a row. None: in the dtype of the model.
+        exclude: patterns of Linear layers, or of modules around them, that stay in the dtype of the model. None: the
+            output layer, and routers of experts. Experts, attention and adapters stay in any case.
+        all_gather: `float8` gathers the weights of these layers as the bytes that are multiplied, a quarter of
+            float32's; with `float8-tensorwise`, whose scales are then reduced once a step.
+        kernels: `auto` multiplies by the device's products in eight bits, and is refused where it has none; `emulated`
+            by products of the same numbers in float32, on any device, which is slow and the same on all.
+    """
+
+    linear: Literal["float8-tensorwise", "float8-rowwise", "mxfp8"] | None = None
+    exclude: tuple[str, ...] | None = None
+    all_gather: Literal["float8"] | None = None
+    kernels: Literal["auto", "emulated"] = "auto"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from hp_dtensor import DTensor
 from hp_plan.checks.verification import ModuleDifference, VerifyResult
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
+from hp_plan.torch.library.compat import casts
 from hp_plan.torch.training.parts import Part, parts
 from hp_platform import get_platform
 from hp_platform.extend import reduce_numbers, share_bytes
@@ -302,10 +303,12 @@ class Float64(TorchFunctionMode):
     Attributes:
         notes: changes to the model's computation, and what it draws at random, each once.
         trains: the model runs, and is not being built.
+        lowers: layers multiply in eight bits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lowers: bool = False) -> None:
         super().__init__()
+        self.lowers = lowers
         self.notes: list[str] = []
         self.trains = False
 
@@ -314,6 +317,9 @@ class Float64(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.lowers and func is torch.Tensor.to and not torch.compiler.is_compiling():
+            if casts():
+                return func(*args, **(kwargs or {}))  # `products_in_float64` knows better
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args = tuple(torch.float64 if item is torch.float32 else item for item in args)

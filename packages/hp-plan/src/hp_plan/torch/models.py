@@ -22,12 +22,14 @@ from hp_plan.structure.outline import ExpertsOutline, ModelOutline, ModuleOutlin
 from hp_plan.torch.library import pretrained as library
 from hp_plan.torch.library.adapters import shard_adapters as shard_adapters
 from hp_plan.torch.library.adapters import sum_beside_parameters as sum_beside_parameters
+from hp_plan.torch.library.low_precision import lacks_products as lacks_products
+from hp_plan.torch.library.low_precision import lower_precision as lower_precision
 from hp_plan.torch.library.pretrained import save_whole
 from hp_plan.torch.sequences import context
 from hp_platform.extend import map_nested
 from hp_styles.extend import hook
+from hp_styles.torch.extend import is_low_precision, refuse_compiled, run_low_precision
 from hp_styles.torch.extend import modules as styles_modules
-from hp_styles.torch.extend import refuse_compiled
 
 Plain = Callable[[Any], Any]
 
@@ -143,6 +145,9 @@ def replicate_rest(model: nn.Module, mesh: DeviceMesh) -> None:
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor):
             become(parameter, distribute_tensor(parameter.detach(), mesh, [Replicate()]))
+    for module in model.modules():
+        if is_low_precision(module):
+            run_low_precision(module)
 
 
 def keep_border_plain(model: nn.Module, mesh: DeviceMesh, plain: Plain) -> None:

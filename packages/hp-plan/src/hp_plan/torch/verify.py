@@ -20,6 +20,8 @@ from hp_plan.sections import CompileSection, MemorySection
 from hp_plan.structure.memory import BYTES, memory_left, training_bytes
 from hp_plan.torch.build import build_model, build_objective, build_optimizer, build_schedule
 from hp_plan.torch.compared import Compared, Float64
+from hp_plan.torch.library.compat import products_in_float64
+from hp_plan.torch.library.low_precision import emulated, lower_precision_in_parts, what_was_multiplied
 from hp_plan.torch.models import batch_of, loss_inputs
 from hp_plan.torch.sequences.context_guard import unguarded
 from hp_plan.torch.training.loss import backward_loss, gives_items
@@ -49,12 +51,15 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
         PlanError: the plan doesn't fit its model or the number of ranks.
     """
     left_out = ("blocks ran uncompiled, as modules in them are compared",) if plan.compile.blocks else ()
+    if plan.precision.linear is not None:
+        left_out += (what_was_multiplied(plan.precision),)
     if plan.communication.wire:
         left_out += ("gradients between replicas were sent as they are, without [communication] wire",)
     plan = _in_float64(plan)
-    with Float64() as mode:
+    with Float64(lowers=plan.precision.linear is not None) as mode, products_in_float64(plan.precision):
         device = get_platform().devices.current_device()
         single, parallel = build_model(plan).to(device), apply(build_model(plan).to(device), plan)
+        lower_precision_in_parts(plan, single)
         alone = build_objective(plan, lambda other: build_model(other).to(device))
         runs = [_Run(plan, single, alone), _Run(plan, parallel, build_objective(plan))]
         compared = Compared(plan, single, parallel)
@@ -209,7 +214,8 @@ def _leaves_out(plan: ParallelPlan, model: nn.Module) -> bool:
 
 def _in_float64(plan: ParallelPlan) -> ParallelPlan:
     communication = dataclasses.replace(plan.communication, wire={})
-    plan = dataclasses.replace(plan, compile=CompileSection(), communication=communication)
+    precision = emulated(plan.precision)
+    plan = dataclasses.replace(plan, compile=CompileSection(), communication=communication, precision=precision)
     fsdp = dataclasses.replace(plan.fsdp, param_dtype=None, reduce_dtype=None)
     run = dataclasses.replace(plan.run, dtype="float64")
     # Bytes are for the plan's own dtypes: in float64 parameters and activations get as many times more.

@@ -6,6 +6,16 @@ from hp_styles.torch import modules
 from hp_styles.torch.context.attention import capped_attention
 from hp_styles.torch.context.call import refuse_compiled
 from hp_styles.torch.context.hooks import sees_whole_sequences, whole_sequences
+from hp_styles.torch.low_precision import is_low_precision, run_low_precision
 from hp_styles.torch.regions import as_computed
 
-__all__ = ["as_computed", "capped_attention", "modules", "refuse_compiled", "sees_whole_sequences", "whole_sequences"]
+__all__ = [
+    "as_computed",
+    "capped_attention",
+    "is_low_precision",
+    "modules",
+    "refuse_compiled",
+    "run_low_precision",
+    "sees_whole_sequences",
+    "whole_sequences",
+]

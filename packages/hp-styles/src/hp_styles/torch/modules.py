@@ -33,6 +33,7 @@ from hp_dtensor.torch.extend import sharded_loss as sharded_loss
 from hp_platform.torch.internals import in_backward
 from hp_styles import base, inputs
 from hp_styles.inputs import begin_call, end_call
+from hp_styles.torch.low_precision import is_low_precision, make_plain, run_low_precision
 from hp_styles.torch.products import run_gathered as run_gathered
 from hp_styles.torch.products import run_overlapped as run_overlapped
 from hp_styles.torch.regions import base_layer
@@ -118,6 +119,8 @@ def partition(
             " (weight_norm, spectral_norm, another parametrization), which no style can shard: leave the module out of"
             " the plan, or make the weight a parameter first (torch.nn.utils.parametrize.remove_parametrizations)"
         )
+    if is_low_precision(module):
+        make_plain(module)
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
@@ -133,6 +136,8 @@ def partition(
                 " modules that share the parameter, or fully_shard was called before the styles, which come first"
             )
         distribute_parameter(parameter, mesh, placements, src_data_rank=src_data_rank)
+    if is_low_precision(module):
+        run_low_precision(module)
 
 
 def place(

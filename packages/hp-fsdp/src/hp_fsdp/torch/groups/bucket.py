@@ -137,34 +137,55 @@ class Bucket(FlatBucket):
                 "Materialise the parameters before the first forward: hp_dtensor.init_parameters(model), or "
                 f"model.to_empty(device={place!r}) and an initialisation of your own"
             )
-        layout = self.layout
         self.home = device
         if self.offload is None:
             self.device = device
-        self.aliased = self.axes.shard_size == 1 and self.compute_dtype is self.dtype and self.home == self.device
+        self.aliased = self.is_aliased()
         self.keeps_writes = self.aliased and self.axes.replicate_size == 1
-        device = self.device
         with torch.inference_mode(False), torch.no_grad():
-            if self.aliased:
-                self.full = self.shard
-            else:
-                self.full = torch.empty(layout.total, dtype=self.compute_dtype, device=device)
+            self.full = self.make_full()
             self.full_alias = self.full.data
             self.full_storage = self.full.untyped_storage()
             self.full_bytes = self.full_storage.nbytes()
-            for parameter, offset in zip(self.parameters, layout.offsets):
-                parameter.make_unsharded(self.full[offset : offset + parameter.numel])
+            self.make_unsharded()
             self.leaves = object()
             self.unsharded_places, self.unsharded_attributes = _places((p, p.unsharded) for p in self.parameters)
             if not self.aliased:
                 self.free()
             kind = MicroBatchBuffer if self.deterministic else GradientBuffer
-            self.gradients = kind(self.parameters, layout, self.axes, self.dtype, self.reduce_dtype, device)
+            self.gradients = kind(self.parameters, self.layout, self.axes, self.dtype, self.reduce_dtype, self.device)
             self.gradients.communication = self.communication
-            if self.offload is not None and self.home != device:
+            if self.offload is not None and self.home != self.device:
                 self.gradients.pin, self.gradients.link = self.offload.pin_memory, self.offload.link
         self.keep()
         self.prepared = True
+
+    def is_aliased(self) -> bool:
+        """Tell whether the shard itself is the gathered buffer, on one rank."""
+        return self.axes.shard_size == 1 and self.compute_dtype is self.dtype and self.home == self.device
+
+    def make_full(self) -> torch.Tensor:
+        """Return the gathered buffer."""
+        if self.aliased:
+            return self.shard
+        return torch.empty(self.layout.total, dtype=self.compute_dtype, device=self.device)
+
+    def make_unsharded(self) -> None:
+        """Make the unsharded parameters, views of the gathered buffer."""
+        for parameter, offset in zip(self.parameters, self.layout.offsets):
+            parameter.make_unsharded(self.full[offset : offset + parameter.numel])
+
+    def addresses(self) -> list[int]:
+        """List where the unsharded parameters lie."""
+        return [each.unsharded.data_ptr() for each in self.parameters]
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the gathered buffer; none where the shard is it."""
+        alone = self.axes.shard_size == 1 and self.compute_dtype is self.dtype and self.offload is None
+        if self.aliased if self.prepared else alone:
+            return 0
+        return self.layout.total * self.compute_dtype.itemsize
 
     def check(self) -> None:
         """Follow changes to the sharded parameters from outside: new memory, replaced objects, frozen or not."""
@@ -247,7 +268,7 @@ class Bucket(FlatBucket):
             return None
         self.full_storage.resize_(self.full_bytes)
         if self.post_forward_shard is not None:
-            return self._all_gather(self.post_forward_shard, self.post_forward_group)
+            return self._all_gather(self.full_alias, self.post_forward_shard, self.post_forward_group)
         link = None if self.offload is None else self.offload.link
         if link is not None:
             link.note("load", self.owner)
@@ -262,15 +283,15 @@ class Bucket(FlatBucket):
             if self.home == self.device:
                 return None
             self.source = shard
-            return _Copied()
+            return Copied()
         # A cast piece, or one that came from the host, must live until the gather is done.
         self.source = shard if self.compute_dtype is self.dtype else shard.to(self.compute_dtype)
-        return self._all_gather(self.source, self.axes.shard_group)
+        return self._all_gather(self.full_alias, self.source, self.axes.shard_group)
 
-    def _all_gather(self, piece: torch.Tensor, group: Any) -> Any:
+    def _all_gather(self, full: torch.Tensor, piece: torch.Tensor, group: Any) -> Any:
         if self.communication is not None:
-            return self.communication.all_gather(self.full_alias, piece, group)
-        return collectives.all_gather(self.full_alias, piece, group=group, async_op=True)
+            return self.communication.all_gather(full, piece, group)
+        return collectives.all_gather(full, piece, group=group, async_op=True)
 
     def show_unsharded(self) -> None:
         """Register the unsharded parameters in the modules."""
@@ -326,7 +347,7 @@ class Bucket(FlatBucket):
             return [get_version(parameter.sharded) for parameter in self.parameters]
 
 
-class _Copied:
+class Copied:
     """A copy on the stream for copies, to be waited for like a gather."""
 
     def __init__(self) -> None:

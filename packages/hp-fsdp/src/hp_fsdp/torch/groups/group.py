@@ -12,10 +12,12 @@ from torch.autograd.graph import get_gradient_edge
 from hp_dtensor.torch.extend import Mark, will_run
 from hp_fsdp.axes import PostForwardRanks
 from hp_fsdp.groups.group import C, Group
+from hp_fsdp.options import BucketPlan
 from hp_fsdp.steps.order import Span
 from hp_fsdp.torch.groups.bucket import Bucket
 from hp_fsdp.torch.groups.communication import Communication
 from hp_fsdp.torch.groups.deterministic import Exchange, MicroBatchBuffer
+from hp_fsdp.torch.groups.encoded import EncodedBucket, reduce_amax
 from hp_fsdp.torch.groups.gradients import Reduction
 from hp_fsdp.torch.groups.parameter import ManagedParameter, lost_write, restore
 from hp_platform.extend import attribute_to
@@ -50,6 +52,7 @@ class ParameterGroup(Group[C]):
         reduces_at_end: its gradients are reduced at the end of the backward pass, used or not.
         most_reductions: limit of the groups whose reductions are under way at once.
         communication: the user's settings, if any.
+        encoded: the buckets of encoded parameters.
         unfilled: buffers of no state with memory and perhaps no values: module, key, buffer, address, version.
     """
 
@@ -74,6 +77,17 @@ class ParameterGroup(Group[C]):
         self.unfilled: list[tuple[nn.Module, str, torch.Tensor, int, int]] = []
         super().__init__(members, *rest)
 
+    def bucket_of(self, plan: BucketPlan) -> type[Bucket]:
+        return EncodedBucket if plan.encoded else Bucket
+
+    def _gather(self) -> list[Any]:
+        if any(bucket.wants_amax for bucket in self.encoded):
+            context: Any = self.context
+            groups = [self] if context is None else context.groups
+            backward = context is not None and context.backward
+            reduce_amax([bucket for group in groups for bucket in group.encoded if not group.unsharded], backward)
+        return super()._gather()
+
     def registered_tensors(self) -> Iterator[tuple[Any, ManagedParameter]]:
         for parameter in self.parameters:
             yield parameter.sharded, parameter
@@ -86,6 +100,7 @@ class ParameterGroup(Group[C]):
         for bucket in self.buckets:  # of which parameters may stand in new places
             bucket.note_registrations()
         super().add(parameters)
+        self.encoded = [bucket for bucket in self.buckets if isinstance(bucket, EncodedBucket)]
         if self.communication is not None:
             self.communicate_by(self.communication)
 
@@ -186,7 +201,7 @@ class ParameterGroup(Group[C]):
             buckets = [bucket for bucket in self.buckets if not bucket.keeps_writes]
             wide = [torch.int16 if bucket.full_alias.itemsize > 1 else torch.int8 for bucket in buckets]
             sums = [bucket.full_alias.view(dtype).sum() for bucket, dtype in zip(buckets, wide)]
-            places = [each.unsharded.data_ptr() for bucket in self.buckets for each in bucket.parameters]
+            places = [address for bucket in self.buckets for address in bucket.addresses()]
             return [*(each.item() for each in sums), *places]
 
     def written(self) -> str:

@@ -23,6 +23,7 @@ from hp_dtensor.torch.extend import DTensor, become, give_memory, local_view, wr
 from hp_fsdp.groups.managed_params import is_copy, mark, owner_of
 from hp_fsdp.groups.parameter import GroupParameter
 from hp_fsdp.options import ParameterFacts
+from hp_fsdp.torch.groups.encoding import Encoding, unwrapped
 from hp_platform.torch.internals import get_requires_grad, set_data, without_torch_function
 
 _functions = (torch.Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)
@@ -30,6 +31,7 @@ _module_setattr = nn.Module.__setattr__
 _OWN_ATTRIBUTES = (
     "_spec",
     "_meets_plain",
+    "_gathered_as",
     "_is_param",
     "_moved_from",
     "_shadows",
@@ -65,17 +67,21 @@ class ManagedParameter(GroupParameter):
         original: the original parameter; None once it is sharded.
         front: the dim that lies first in the buffer, see Note [Sharded along another dim]; None for the own order.
         copied: it is a copy of a group's parameter.
+        encoding: what is gathered instead of its elements, see Note [Encoded parameters]; None for the elements.
         trains: it requires gradients.
         sharded: the tensor of user and optimizer: a DTensor, locally a range of the rank's flat shard.
         unsharded: the tensor of forward and backward: a leaf and view of the gathered buffer.
     """
 
-    __slots__ = ("cls", "copied", "front", "original", "sharded", "trains", "unsharded")
+    __slots__ = ("cls", "copied", "encoding", "front", "original", "sharded", "trains", "unsharded")
     kind = "module"
     stores = ("_parameters", "_modules")
 
     def __init__(self, name: str, original: nn.Parameter) -> None:
-        check_kind(name, original)
+        self.encoding = Encoding.of(name, original)
+        check_kind(name, original, encoded=self.encoding is not None)
+        if self.encoding is not None and isinstance(original, self.encoding.cls):
+            original = unwrapped(original, self.encoding)
         with without_torch_function():
             shape = torch.Size(original.shape)
         super().__init__(name, original._spec if isinstance(original, DTensor) else None, shape)
@@ -113,7 +119,8 @@ class ManagedParameter(GroupParameter):
         """Return the properties that decide how it is communicated."""
         original: Any = self.original
         nbytes = math.prod(self.global_shape) * original.dtype.itemsize
-        return ParameterFacts(self, self.name, original, original.dtype, self.trains, self.shape, nbytes)
+        encoded = self.encoding is not None
+        return ParameterFacts(self, self.name, original, original.dtype, self.trains, self.shape, nbytes, encoded)
 
     def flat(self) -> torch.Tensor:
         """Return the original's elements in the buffer's order, as a plain tensor of one dim."""
@@ -175,9 +182,14 @@ class ManagedParameter(GroupParameter):
 
     def make_unsharded(self, view: torch.Tensor) -> None:
         """Make the unsharded parameter over ``view``, a range of the gathered buffer."""
-        self.unsharded = _leaf(self.part(view), self.inner, self.trains)
+        leaf = _leaf(self.part(view), self.inner, self.trains)
         if self.inner is None and issubclass(self.cls, nn.Parameter):
-            self.unsharded.__class__ = self.cls
+            leaf.__class__ = self.cls
+        self.show_as(leaf)
+
+    def show_as(self, leaf: Any) -> None:
+        """Make a tensor of the gathered parameter's shape the unsharded parameter."""
+        self.unsharded = leaf
         self.unsharded._hsdp_gathered = True
         _copy_attributes(self.sharded, self.unsharded)
         self.direct_hooks()
@@ -201,12 +213,13 @@ def lost_write(module: str, names: list[str], *, replicated: bool) -> str:
     )
 
 
-def check_kind(name: str, original: Any) -> None:
+def check_kind(name: str, original: Any, *, encoded: bool = False) -> None:
     """Raise for a parameter that a flat buffer cannot hold.
 
     Args:
         name: for errors.
         original: the parameter.
+        encoded: it has an all-gather extension.
 
     Raises:
         TypeError: it has no shape yet, or computes in ways of its own, which a view of a buffer would not.
@@ -222,12 +235,12 @@ def check_kind(name: str, original: Any) -> None:
             f"fully_shard: parameter {name!r} is a DTensor of torch's. Lay it out with hp_dtensor.distribute_tensor or"
             " hp_styles.parallelize_module instead, whose names are the same"
         )
-    elif not _computes_plainly(cls):
-        how = "its all-gather extension (fsdp_pre_all_gather)" if hasattr(cls, "fsdp_pre_all_gather") else "its kernels"
+    elif not encoded and not _computes_plainly(cls):
         raise TypeError(
             f"fully_shard: parameter {name!r} is a {cls.__module__}.{cls.__name__}, a tensor subclass; a flat buffer"
-            f" holds plain numbers, so {how} would be lost. Leave it out with ignored_params=[...], or convert the"
-            " model back to plain parameters before"
+            " holds plain numbers, so its kernels would be lost. Leave it out with ignored_params=[...], convert the"
+            " model back to plain parameters before, or give the class an all-gather extension (fsdp_pre_all_gather"
+            " and fsdp_post_all_gather)"
         )
     if original.grad is not None:
         raise ValueError(

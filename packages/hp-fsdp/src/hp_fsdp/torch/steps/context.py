@@ -83,6 +83,7 @@ class RootContext(Context[ParameterGroup["RootContext"]]):
             if each.unfilled:
                 each.check_filled()
         super().begin_forward(group)
+        self.forget_scales()
 
     def end_forward(self) -> None:
         for group in self.several:
@@ -91,6 +92,13 @@ class RootContext(Context[ParameterGroup["RootContext"]]):
                 if group.reshard_after_forward is not False:
                     group.reshard(before_backward=True)
         super().end_forward()
+        self.forget_scales()
+
+    def forget_scales(self) -> None:
+        """Have the next gather outside of a backward pass compute scales anew: Note [Encoded parameters]."""
+        for group in self.groups:
+            for bucket in group.encoded:
+                bucket.fresh = False
 
     def expect_owed(self, group: RootGroup) -> None:
         """Watch a ``group`` whose forward runs in a frame that puts gradients off: Note [Gradients put off].
@@ -165,6 +173,7 @@ class RootContext(Context[ParameterGroup["RootContext"]]):
             self.drain(put_off=True)
         for group in self.groups:
             group.hide()  # whose parameters stay gathered: module.weight.grad is the gradient that was handed out
+        self.forget_scales()
         super().end_backward()
 
     def finish_group(self, group: RootGroup) -> None:
