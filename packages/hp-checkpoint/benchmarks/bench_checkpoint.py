@@ -3,7 +3,8 @@
 The state is 32 matrices of float32, Shard(0) over two ranks; it is saved and loaded in the same layout and as Shard(1).
 CPU seconds are the sum of both ranks' (user and system), the least of five interleaved rounds; bytes read are those of
 /proc/self/io. Steps beside a background save are products of matrices on each rank; where the machine has as many cores
-as there are ranks, the writers have none of their own. Run it on an idle machine:
+as there are ranks, the writers have none of their own. Whole weights are streamed from a model that is fully sharded,
+in the shortest time of five rounds. Run it on an idle machine:
 `python bench_checkpoint.py [--mib 256] [--folder FOLDER]`.
 """
 
@@ -25,12 +26,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
+from torch.distributed import fsdp as fsdp2
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor import init_device_mesh as torch_mesh
 
+import hp_fsdp
 import hp_platform
-from hp_checkpoint import Checkpointer, load, save
+from hp_checkpoint import Checkpointer, load, save, stream_weights
 from hp_dtensor import DTensor, Shard, init_device_mesh
 from hp_testing import note_figure
 
@@ -118,8 +122,46 @@ def rank_main(rank: int, folder: str, mib: int, store: str) -> None:
             read = f", {reads[name] / total:.2f} x read" if "load" in name else ""
             note_figure("CPU over DCP's", name, took / seconds[peer])
             print(f"{name}: {took:.3f} s CPU, {took / seconds[peer]:.2f} of DCP's{read}")
+    streams(full, ours)
     stall(base, rank, full)
     steps_beside(base, rank, full)
+
+
+def streams(full: list[torch.Tensor], mesh: Any) -> None:
+    """Print the bytes a second of whole weights on all ranks and on one, of the same model under both libraries."""
+
+    def model() -> torch.nn.Module:
+        built = torch.nn.Module()
+        for number, tensor in enumerate(full):
+            setattr(built, f"t{number}", torch.nn.Parameter(tensor.clone()))
+        return built
+
+    ours: Any = hp_fsdp.fully_shard(model(), mesh)
+    theirs: Any = fsdp2.fully_shard(model(), mesh=torch_mesh("cpu", (RANKS,)))
+    whole = StateDictOptions(full_state_dict=True)
+
+    def consumed(tensors: Any) -> int:
+        return sum(tensor.nbytes for tensor in tensors)
+
+    cases: dict[str, Callable[[], int]] = {
+        "stream_weights": lambda: consumed(tensor for _, tensor in stream_weights(ours, bucket="64MiB")),
+        "stream_weights, rank 0": lambda: consumed(t for _, t in stream_weights(ours, bucket="64MiB", ranks=0)),
+        "full_tensor, one by one": lambda: consumed(each.full_tensor() for each in ours.state_dict().values()),
+        "get_model_state_dict of FSDP2": lambda: consumed(get_model_state_dict(theirs, options=whole).values()),
+    }
+    total = sum(each.nbytes for each in full)
+    best = {name: (float("inf"), float("inf")) for name in cases}
+    for _ in range(ROUNDS):
+        for name, action in cases.items():
+            dist.barrier()
+            begin, used = time.perf_counter(), time.process_time()
+            assert action() in (0, total)
+            used = time.process_time() - used
+            dist.barrier()
+            best[name] = min(best[name][0], time.perf_counter() - begin), min(best[name][1], used)
+    for name, (took, used) in best.items() if dist.get_rank() == 0 else ():
+        of_theirs = total / took / (total / best["get_model_state_dict of FSDP2"][0])
+        print(f"{name}: {total / took / 1e9:.2f} GB/s, {of_theirs:.2f} of FSDP2's, {used:.3f} s CPU on rank 0")
 
 
 def stall(base: Path, rank: int, full: list[torch.Tensor]) -> None:

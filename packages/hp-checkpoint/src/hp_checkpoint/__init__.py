@@ -25,6 +25,7 @@ from hp_checkpoint.formats.full_states import (
     save_state_dict_as_huggingface_format,
 )
 from hp_checkpoint.formats.hugging_face import load_model, save_model
+from hp_checkpoint.formats.weight_stream import stream_weights
 from hp_checkpoint.saving.background import AsyncSaveResponse, Committed, Pending, async_save
 
 __all__ = [
@@ -53,4 +54,5 @@ __all__ = [
     "save_checkpoint",
     "save_model",
     "save_state_dict_as_huggingface_format",
+    "stream_weights",
 ]

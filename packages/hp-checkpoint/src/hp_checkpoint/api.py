@@ -363,8 +363,12 @@ def place_of(
     return given[0]
 
 
-def bytes_of(size: int | str) -> int:
+def bytes_of(size: int | str, argument: str = "max_shard_size") -> int:
     """Return a number of bytes, of 5_000_000_000 or "5GB" or "4.5GiB".
+
+    Args:
+        size: the number.
+        argument: which argument it is, for the error.
 
     Raises:
         ValueError: it is none, or below 1.
@@ -372,5 +376,5 @@ def bytes_of(size: int | str) -> int:
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     count = int(float(match[1]) * _UNITS[match[2]]) if match else size
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"max_shard_size={size!r}: expected bytes, as 5_000_000_000 or '5GB'")
+        raise ValueError(f"{argument}={size!r}: expected bytes, as 5_000_000_000 or '5GB'")
     return count

@@ -64,15 +64,16 @@ class Ranks:
         size: the number of ranks.
         leader: the rank that writes what is written once.
         last: the last rank that takes part.
+        group: of these ranks; None without a process group.
     """
 
     leader = 0
 
     def __init__(self, *, alone: bool = False) -> None:
         groups = None if alone else get_platform().groups
-        self._group: Any = groups.default_group() if groups is not None and groups.is_initialized() else None
-        self.rank: int = 0 if self._group is None or groups is None else groups.rank()
-        self.size: int = 1 if self._group is None or groups is None else groups.size()
+        self.group: Any = groups.default_group() if groups is not None and groups.is_initialized() else None
+        self.rank: int = 0 if self.group is None or groups is None else groups.rank()
+        self.size: int = 1 if self.group is None or groups is None else groups.size()
         self.last = self.size - 1
 
     def agree(self, action: Callable[[], bytes], what: str) -> list[bytes]:
@@ -131,15 +132,15 @@ class Ranks:
         own = port()
         output = own.bytes_tensor(np.empty(sum(received), np.uint8))
         tensor = own.bytes_tensor(data)
-        get_platform().collectives.all_to_all(output, tensor, list(received), list(sent), group=self._group)
+        get_platform().collectives.all_to_all(output, tensor, list(received), list(sent), group=self.group)
         return own.bytes_array(output)
 
     def gather(self, record: bytes) -> list[bytes]:
         """Return all ranks' records of one length."""
-        return gather_bytes(record, self._group)
+        return gather_bytes(record, self.group)
 
     def _share(self, payload: bytes) -> list[bytes]:
-        return share_bytes(payload, self._group)
+        return share_bytes(payload, self.group)
 
 
 def describe(error: Exception) -> str:

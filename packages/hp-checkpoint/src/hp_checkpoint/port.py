@@ -11,6 +11,8 @@ import numpy as np
 from hp_platform.extend import load_port
 
 Tensor = Any
+Buffer = Any
+"""Bytes that are moved between tensors and ranks: a tensor of uint8 on PyTorch, an array of uint8 on MindSpore."""
 
 
 class OptimizerState(Protocol):
@@ -78,6 +80,37 @@ class Port(Protocol):
 
     def bytes_array(self, tensor: Tensor) -> np.ndarray:
         """Return a tensor of bytes as an array."""
+        ...
+
+    def local_buffer(self, tensor: Tensor) -> Buffer:
+        """Return the local tensor's bytes, row-major, where it is: its own memory where that is contiguous."""
+        ...
+
+    def new_buffer(self, count: int) -> Buffer:
+        """Make a buffer of so many bytes, where the ranks communicate."""
+        ...
+
+    def new_whole(self, dtype: str, shape: Sequence[int]) -> tuple[Tensor, Buffer, Callable[[], None] | None]:
+        """Make a plain tensor, its bytes, and a function that brings these into it, None where they are its own.
+
+        Args:
+            dtype: by its name in safetensors.
+            shape: its shape.
+        """
+        ...
+
+    def move_runs(
+        self, length: int, count: int, source: Buffer, start: int, stride: int, target: Buffer, at: int, step: int
+    ) -> None:
+        """Copy runs of a buffer into another one; the arguments are those of `layout.tensors.move`, in bytes."""
+        ...
+
+    def to_sent(self, buffer: Buffer) -> Tensor:
+        """Return a buffer as a tensor that the ranks can send, or receive into."""
+        ...
+
+    def from_sent(self, tensor: Tensor) -> Buffer:
+        """Return what was received as a buffer."""
         ...
 
     def model_state(self, model: Any) -> dict[str, Any]:

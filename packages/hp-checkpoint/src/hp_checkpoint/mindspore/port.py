@@ -17,6 +17,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.experimental.optim.optimizer import Optimizer
 
+from hp_checkpoint.layout.tensors import move
 from hp_dtensor import SkipDTensorDispatch
 from hp_dtensor.mindspore.extend import local_mode, local_view, set_local, states_by_name, wrap
 from hp_platform import get_platform
@@ -109,6 +110,24 @@ def bytes_tensor(array: np.ndarray) -> Tensor:
 
 def bytes_array(tensor: Tensor) -> np.ndarray:
     return tensor.asnumpy()
+
+
+local_buffer = read_bytes
+move_runs = move
+from_sent = bytes_array
+
+
+def to_sent(buffer: np.ndarray) -> Tensor:
+    return bytes_tensor(buffer)
+
+
+def new_buffer(count: int) -> np.ndarray:
+    return np.empty(count, np.uint8)
+
+
+def new_whole(dtype: str, shape: Sequence[int]) -> tuple[Tensor, np.ndarray, Callable[[], None] | None]:
+    tensor = empty(dtype, shape)
+    return tensor, *written_bytes(tensor)
 
 
 def model_state(model: nn.Cell | Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -81,7 +81,7 @@ def writers(tensors: Mapping[Name, Tensor], world_size: int) -> dict[Name, froze
 
 
 def shards_of(
-    shape: tuple[int, ...], members: Mapping[Holding, Iterable[int]], what: str
+    shape: tuple[int, ...], members: Mapping[Holding, Iterable[int]], name: str, what: str
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """List a tensor's different shards and the ranks that have each, where each rank knows its own shard only.
 
@@ -91,24 +91,22 @@ def shards_of(
     Args:
         shape: the global shape.
         members: the ranks that have the tensor in this layout.
-        what: the tensor's name, for the error.
+        name: the tensor's.
+        what: the action's name, for the error.
 
     Raises:
         ValueError: the shards don't cover the tensor once.
     """
     ranks: dict[tuple[Piece, ...], list[int]] = {}
     for holding, own in members.items():
-        position = {rank: number for number, rank in enumerate(holding.ranks)}
-        for rank in own:
-            coordinate = tuple(int(each) for each in np.unravel_index(position[rank], holding.mesh_shape))
-            shard = pieces(shape, holding.placements, holding.mesh_shape, coordinate)
+        for rank, shard in _pieces_on(own, holding, shape):
             if shard:
                 ranks.setdefault(shard, []).append(rank)
     sizes = [sum(piece.size for piece in shard) for shard in ranks]
     if sum(sizes) != prod(shape):
         raise ValueError(
-            f"save: the ranks' shards of {what!r} have {sum(sizes)} of its {prod(shape)} elements, shape {list(shape)}:"
-            " its layout is not the same on all ranks, or a rank lacks it"
+            f"{what}: the ranks' shards of {name!r} have {sum(sizes)} of its {prod(shape)} elements, shape"
+            f" {list(shape)}: its layout is not the same on all ranks, or a rank lacks it"
         )
     return tuple((size, tuple(own)) for size, own in zip(sizes, ranks.values(), strict=True))
 
@@ -193,6 +191,54 @@ class _Union:
     aliases: dict[Address, Address] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Described:
+    """What all ranks say of their tensors, the same on all ranks.
+
+    Attributes:
+        different: descriptions of tensors and of their meshes, as JSON texts, each once.
+        of_ranks: the number of each rank's among them.
+    """
+
+    different: tuple[tuple[bytes, bytes], ...]
+    of_ranks: tuple[int, ...]
+
+
+def describe_tensors(state: State, ranks: Ranks, what: str) -> Described:
+    """Tell all ranks which tensors this one has, in which layouts; all ranks call it together.
+
+    Args:
+        state: of this rank.
+        ranks: who takes part.
+        what: the action's name, for the error.
+
+    Raises:
+        CheckpointError: a rank has a tensor whose dtype or layout is not known.
+    """
+    meshes: list[tuple[int, ...]] = []
+
+    def describe() -> bytes:
+        tensors = []
+        for (part, name), value in state.tensors.items():
+            kind, holding = kind_of(name, value), holding_of(name, value, ranks.rank, ranks.size)
+            placed = None
+            if holding.mesh_shape:
+                if holding.ranks not in meshes:
+                    meshes.append(holding.ranks)
+                mesh = meshes.index(holding.ranks)
+                placed = [mesh, list(holding.mesh_shape), [_packed(each) for each in holding.placements]]
+            tensors.append([part, name, kind.dtype, list(kind.shape), placed])
+        aliases = [[*one, *other] for one, other in state.aliases.items()]
+        return json.dumps({"tensors": tensors, "aliases": aliases}, ensure_ascii=False).encode()
+
+    described = ranks.agree(describe, what)
+    of_meshes = ranks.agree(lambda: json.dumps(meshes).encode(), what)
+    pairs = list(zip(described, of_meshes, strict=True))
+    different = tuple(dict.fromkeys(pairs))
+    number = {pair: at for at, pair in enumerate(different)}
+    return Described(different, tuple(number[pair] for pair in pairs))
+
+
 def plan_save(
     state: State,
     target: str,
@@ -219,58 +265,98 @@ def plan_save(
     Raises:
         CheckpointError: ranks disagree, or one has a tensor that can't be saved.
     """
-    meshes: list[tuple[int, ...]] = []
-
-    def describe() -> bytes:
-        tensors = []
-        for (part, name), value in state.tensors.items():
-            kind, holding = kind_of(name, value), holding_of(name, value, ranks.rank, ranks.size)
-            placed = None
-            if holding.mesh_shape:
-                if holding.ranks not in meshes:
-                    meshes.append(holding.ranks)
-                mesh = meshes.index(holding.ranks)
-                placed = [mesh, list(holding.mesh_shape), [_packed(each) for each in holding.placements]]
-            tensors.append([part, name, kind.dtype, list(kind.shape), placed])
-        aliases = [[*one, *other] for one, other in state.aliases.items()]
-        return json.dumps({"tensors": tensors, "aliases": aliases}, ensure_ascii=False).encode()
-
     same = {"target": target, "step": step, "metric": as_json(metric), "limit": limit, "layout": layout}
     what = {**same, "tree": state.tree}
     everyones = ranks.agree(lambda: json.dumps(what, ensure_ascii=False).encode(), "save")
-    described = ranks.agree(describe, "save")
-    of_meshes = ranks.agree(lambda: json.dumps(meshes).encode(), "save")
+    described = describe_tensors(state, ranks, "save")
     # What follows is the same on all ranks, errors as well. A rank that is lost says nothing.
     trees = {text: json.loads(text) for text in dict.fromkeys(everyones) if text}
     for key in same:
         if len({json.dumps(tree[key]) for tree in trees.values()}) > 1:
             values = [f"rank {rank}: {trees[text][key]!r}" for rank, text in enumerate(everyones) if text]
             raise ValueError(f"save: the ranks save different {key}s: {', '.join(values[:8])}; all save one checkpoint")
-    pairs = list(zip(described, of_meshes, strict=True))
-    different = tuple(dict.fromkeys(pairs))
-    number = {pair: at for at, pair in enumerate(different)}
-    files, chosen, aliases = _joined(different, tuple(number[pair] for pair in pairs), limit)
+    files, chosen, aliases = _joined(described, limit)
     return SavePlan(files, chosen, merge([tree["tree"] for tree in trees.values()]), aliases)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor, and which ranks give which elements of it, each once.
+
+    Attributes:
+        kind: its dtype and global shape.
+        pieces: of each rank that gives some; ``local`` counts elements of that rank's local tensor.
+    """
+
+    kind: Kind
+    pieces: Mapping[int, tuple[Piece, ...]]
+
+
+def sources(described: Described, what: str) -> dict[Address, Source]:
+    """Choose the ranks that give a tensor's elements; a pure function, as `writers` is.
+
+    Args:
+        described: by all ranks.
+        what: the action's name, for the error.
+
+    Raises:
+        ValueError: ranks disagree about a tensor.
+    """
+    union = _union(described, what)
+    chosen = writers(_tensors(union, what), len(described.of_ranks))
+    found: dict[Address, Source] = {}
+    for address, kind in union.kinds.items():
+        own: dict[int, tuple[Piece, ...]] = {}
+        for holding, members in union.placed.get(address, {}).items():
+            own.update(_pieces_on(chosen[address].intersection(members), holding, kind.shape))
+        if not own:
+            own = {rank: pieces(kind.shape, (), (), ()) for rank in chosen[address]}
+        found[address] = Source(kind, own)
+    return found
+
+
+def _pieces_on(
+    ranks: Iterable[int], holding: Holding, shape: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[Piece, ...]]]:
+    """List ranks of a layout with the pieces that each has of a tensor."""
+    position = {rank: number for number, rank in enumerate(holding.ranks)}
+    for rank in ranks:
+        at = np.unravel_index(position[rank], holding.mesh_shape)
+        yield rank, pieces(shape, holding.placements, holding.mesh_shape, tuple(map(int, at)))
 
 
 @lru_cache(maxsize=4)
 def _joined(
-    different: tuple[tuple[bytes, bytes], ...], of_ranks: tuple[int, ...], limit: int
+    described: Described, limit: int
 ) -> tuple[Mapping[str, Sequence[File]], Mapping[Address, frozenset[int]], Mapping[Address, Address]]:
     """Return files, writers and aliases of a `SavePlan`; a run saves the same tensors many times.
 
     Args:
-        different: descriptions of tensors and of their meshes, as JSON texts, each once.
-        of_ranks: the number of each rank's among them.
+        described: by all ranks.
         limit: bytes of a file.
     """
+    union = _union(described, "save")
+    tensors = _tensors(union, "save")
+    parts: dict[str, dict[str, Kind]] = {}
+    for (part, name), kind in union.kinds.items():
+        parts.setdefault(part, {})[name] = kind
+    files = {part: lay_out(part, kinds, limit=limit) for part, kinds in sorted(parts.items())}
+    return files, writers(tensors, len(described.of_ranks)), union.aliases
+
+
+def _union(described: Described, what: str) -> _Union:
     union = _Union()
-    for number, (tensors_text, meshes) in enumerate(different):
+    for number, (tensors_text, meshes) in enumerate(described.different):
         if tensors_text:
-            members = [rank for rank, own in enumerate(of_ranks) if own == number]
-            _add(union, json.loads(tensors_text), json.loads(meshes), members)
+            members = [rank for rank, own in enumerate(described.of_ranks) if own == number]
+            _add(union, json.loads(tensors_text), json.loads(meshes), members, what)
+    return union
+
+
+def _tensors(union: _Union, what: str) -> dict[Address, Tensor]:
+    """Return all tensors with their layouts, in the order of their addresses, on which `writers` depends."""
     tensors: dict[Address, Tensor] = {}
-    for address, kind in union.kinds.items():
+    for address, kind in sorted(union.kinds.items(), key=lambda each: each[0]):
         placed = union.placed.get(address, {})
         if not placed:
             own = union.complete[address]
@@ -279,23 +365,20 @@ def _joined(
         elif all(len(members) == len(holding.ranks) for holding, members in placed.items()):
             tensors[address] = Tensor(kind.shape, kind.itemsize, tuple(placed))
         else:
-            shards = shards_of(kind.shape, placed, address[1])
+            shards = shards_of(kind.shape, placed, address[1], what)
             tensors[address] = Tensor(kind.shape, kind.itemsize, shards=shards)
-    parts: dict[str, dict[str, Kind]] = {}
-    for (part, name), kind in union.kinds.items():
-        parts.setdefault(part, {})[name] = kind
-    files = {part: lay_out(part, kinds, limit=limit) for part, kinds in sorted(parts.items())}
-    order = {address: tensors[address] for address in sorted(tensors)}
-    return files, writers(order, len(of_ranks)), union.aliases
+    return tensors
 
 
-def _add(union: _Union, tree: Mapping[str, Any], meshes: Sequence[Sequence[int]], members: Sequence[int]) -> None:
+def _add(
+    union: _Union, tree: Mapping[str, Any], meshes: Sequence[Sequence[int]], members: Sequence[int], what: str
+) -> None:
     for part, name, dtype, shape, placed in tree["tensors"]:
         address, kind = (part, name), Kind(dtype, tuple(shape))
         known = union.kinds.setdefault(address, kind)
         if known != kind:
             raise ValueError(
-                f"save: {name!r} is {known.dtype} of shape {list(known.shape)} on one rank, and {dtype} of shape"
+                f"{what}: {name!r} is {known.dtype} of shape {list(known.shape)} on one rank, and {dtype} of shape"
                 f" {shape} on rank {members[0]}"
             )
         if placed is None:

@@ -106,13 +106,47 @@ def empty(dtype: str, shape: Sequence[int]) -> torch.Tensor:
 
 
 def bytes_tensor(array: np.ndarray) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
+    return torch.from_numpy(array).to(_device())
+
+
+def _device() -> torch.device:
+    """Return where the ranks communicate."""
     devices = get_platform().devices
-    return tensor if devices.kind == "cpu" else tensor.to(devices.current_device())
+    return torch.device("cpu") if devices.kind == "cpu" else devices.current_device()
 
 
 def bytes_array(tensor: torch.Tensor) -> np.ndarray:
     return tensor.cpu().numpy()
+
+
+def local_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    local = local_view(tensor).resolve_conj().resolve_neg().contiguous()
+    return local.reshape(-1).view(torch.uint8)
+
+
+def new_buffer(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=_device())
+
+
+def new_whole(dtype: str, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, None]:
+    tensor = torch.empty(tuple(shape), dtype=DTYPES[dtype], device=_device())
+    return tensor, tensor.reshape(-1).view(torch.uint8), None
+
+
+def move_runs(
+    length: int, count: int, source: torch.Tensor, start: int, stride: int, target: torch.Tensor, at: int, step: int
+) -> None:
+    size = (count, length)
+    into = target.as_strided(size, (step, 1), target.storage_offset() + at)
+    into.copy_(source.as_strided(size, (stride, 1), source.storage_offset() + start))
+
+
+def to_sent(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer
+
+
+def from_sent(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def model_state(model: torch.nn.Module | Mapping[str, Any]) -> State:
