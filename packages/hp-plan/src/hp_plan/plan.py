@@ -32,6 +32,7 @@ from hp_plan.sections import (
     ProfileSection,
     RunSection,
     ScheduleSection,
+    SdcSection,
     ValidationSection,
 )
 from hp_platform import get_platform
@@ -57,6 +58,7 @@ SECTIONS: dict[str, type] = {
     "validation": ValidationSection,
     "profile": ProfileSection,
     "monitor": MonitorSection,
+    "sdc": SdcSection,
 }
 _SECTION_SYNONYMS = {
     **dict.fromkeys(("lora", "peft"), "adapter"),
@@ -68,6 +70,7 @@ _SECTION_SYNONYMS = {
     **dict.fromkeys(("eval", "evaluation"), "validation"),
     **dict.fromkeys(("recompute", "offload"), "memory"),
     **dict.fromkeys(("watch", "readings"), "monitor"),
+    **dict.fromkeys(("corruption", "replay", "replicas"), "sdc"),
 }
 AUTOMATIC_STYLES = ("auto", "auto-sequence")
 
@@ -104,6 +107,7 @@ class ParallelPlan:
         validation: data for it, and how often.
         profile: which steps are profiled.
         monitor: what is read of tensors in training.
+        sdc: what looks for silent data corruption.
 
     Raises:
         PlanError: a value has the wrong type or is out of range; it has all diagnostics.
@@ -129,6 +133,7 @@ class ParallelPlan:
     validation: ValidationSection = field(default_factory=ValidationSection)
     profile: ProfileSection = field(default_factory=ProfileSection)
     monitor: MonitorSection = field(default_factory=MonitorSection)
+    sdc: SdcSection = field(default_factory=SdcSection)
 
     def __post_init__(self) -> None:
         diagnostics: list[Diagnostic] = []

@@ -23,6 +23,7 @@ from hp_plan.sections.running import (
     ProfileSection,
     RunSection,
     ScheduleSection,
+    SdcSection,
     ValidationSection,
     schedule_factor,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "ProfileSection",
     "RunSection",
     "ScheduleSection",
+    "SdcSection",
     "ValidationSection",
     "schedule_factor",
 ]

@@ -120,7 +120,9 @@ class EventReader:
         elif kind == "over":
             self._open.close()
         elif kind == "step":
-            self._reporter.step(Step(**{**values, "texts": tuple(values["texts"])}))
+            self._reporter.step(
+                Step(**{name: tuple(each) if isinstance(each, list) else each for name, each in values.items()})
+            )
         else:
             fields: dict[str, Any] = {n: tuple(each) if isinstance(each, list) else each for n, each in values.items()}
             self._reporter.finished(Summary(**fields))

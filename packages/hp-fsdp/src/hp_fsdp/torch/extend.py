@@ -1,0 +1,7 @@
+"""Names on PyTorch that other packages of this repository may import, beside the public ones."""
+
+from __future__ import annotations
+
+from hp_fsdp.torch.groups.bucket import watching_gathers
+
+__all__ = ["watching_gathers"]
