@@ -159,10 +159,10 @@ def spoiled(model: Any, fault: Fault, strikes: Any) -> Iterator[None]:
 
 
 def run_corrupted(
-    folder: Any, mesh: Any, faults: Any, sdc: Any, steps: int = 3, model: Any = None, **changed: Any
+    folder: Any, mesh: Any, faults: Any, sdc: Any, steps: int = 3, model: Any = None, *, first: int = 0, **changed: Any
 ) -> None:
-    """Train once with each fault in a folder of its own; write what a run ends with."""
-    for number, fault in enumerate(faults):
+    """Train once with each fault in a folder of its own, numbered from `first`; write what a run ends with."""
+    for number, fault in enumerate(faults, first):
         own = folder / str(number)
         own.mkdir(exist_ok=True)
         with planted(fault):

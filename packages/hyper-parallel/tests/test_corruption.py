@@ -110,11 +110,18 @@ def check(corruptions, fault, lasting):
     assert fault.kind == "wire" or first.name == f"{fault.kind} {fault.name}", first
 
 
+def in_turns(ranks, folder, mesh, faults, sdc):
+    """Train with each fault, a few in a task: it has a minute."""
+    for first in range(0, len(faults), 8):
+        some = faults[first : first + 8]
+        run_ranks(ranks, run_corrupted, folder, mesh, some, sdc, 3, first=first, batch_size=6)
+
+
 @pytest.mark.parametrize("count", [3, pytest.param(100, marks=thorough)])
 def test_random_flips_of_what_ranks_compute_and_receive_are_named(tmp_path, count):
     wrong = random_faults(("forward", "backward", "gradient", "wire"), NAMES, 3, count, seed=count, bits=64)
     wrong = [replace(each, computations=None if number % 3 == 2 else (1,)) for number, each in enumerate(wrong)]
-    run_ranks(3, run_corrupted, tmp_path, {"dp_shard": 3}, wrong, REPLAY, 3, batch_size=6)
+    in_turns(3, tmp_path, {"dp_shard": 3}, wrong, REPLAY)
     for number, fault in enumerate(wrong):
         own = [each for each in found(tmp_path / str(number)) if each.step == fault.step]
         check(own, fault, fault.computations is None)
@@ -161,7 +168,7 @@ STATE = ("weight", "exp_avg", "exp_avg_sq", "reduced")
 def test_random_flips_of_state_are_named_in_their_step(tmp_path, count):
     wrong = random_faults(STATE, NAMES, 3, count, seed=count, bits=64)
     sdc = {"replicas": True, "on_fault": "report"}
-    run_ranks(3, run_corrupted, tmp_path, {"dp_replicate": 3}, wrong, sdc, 3, batch_size=6)
+    in_turns(3, tmp_path, {"dp_replicate": 3}, wrong, sdc)
     unseen = []
     for number, fault in enumerate(wrong):
         own = [each for each in found(tmp_path / str(number)) if each.step == fault.step]
@@ -174,8 +181,8 @@ def test_random_flips_of_state_are_named_in_their_step(tmp_path, count):
     assert len(unseen) < count / 4
 
 
-def restored(tmp_path, mesh, faults, sdc, **changed):
-    run_ranks(3, run_corrupted, tmp_path, mesh, [None, *faults], sdc, 3, **changed)
+def restored(tmp_path, mesh, faults, sdc):
+    in_turns(3, tmp_path, mesh, [None, *faults], sdc)
     clean = weights(tmp_path / "0", 3)
     for number, fault in enumerate(faults, 1):
         assert found(tmp_path / str(number)), fault
@@ -186,13 +193,13 @@ def restored(tmp_path, mesh, faults, sdc, **changed):
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=thorough)])
 def test_a_transient_flip_leaves_the_weights_of_a_clean_run(tmp_path, count):
     faults = random_faults(("forward", "gradient"), NAMES, 3, count, seed=count, bits=62)
-    restored(tmp_path, {"dp_shard": 3}, faults, {"replay_every": 1}, batch_size=6)
+    restored(tmp_path, {"dp_shard": 3}, faults, {"replay_every": 1})
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(20, marks=thorough)])
 def test_state_is_taken_from_another_rank(tmp_path, count):
     faults = random_faults(STATE[:3], NAMES, 3, count, seed=count, bits=62)
-    restored(tmp_path, {"dp_replicate": 3}, faults, {"replicas": True}, batch_size=6)
+    restored(tmp_path, {"dp_replicate": 3}, faults, {"replicas": True})
 
 
 FORWARD, STATE_OF = Fault("forward", 2, 2, MODULES[0]), Fault("weight", 2, 1, "model.norm.weight")
@@ -270,6 +277,18 @@ def test_padding_of_shards_is_not_compared(tmp_path):
     run_ranks(4, dirty_padding, tmp_path)
     assert sum(int(path.read_text()) for path in tmp_path.glob("dirty-*"))
     assert not found(tmp_path)
+
+
+LONG = [({"dp_replicate": 3}, DROPOUT, {"batch_size": 6}), ({"dp_shard": 2, "pp": 2}, None, {})]
+LONG += [({"dp_shard": 2, "ep": 2}, EXPERTS, {}), ({"dp_shard": 2, "tp": 2}, None, RECOMPUTE)]
+
+
+@thorough
+@pytest.mark.parametrize(("mesh", "model", "changed"), LONG, ids=str)
+def test_no_alarm_in_250_clean_steps(tmp_path, mesh, model, changed):
+    sdc = {"sdc": {"replicas": True, "replay_every": 10}, "validation": {}}
+    run_ranks(ranks_of(mesh), run, tmp_path, mesh, 250, model, changed={**sdc, **changed}, timeout=600)
+    assert not found(tmp_path) and len(losses(tmp_path)) == 500
 
 
 def resumed(folder):

@@ -141,7 +141,11 @@ def vote(rotation: Rotation, everyone: Sequence[Sequence[Computed]]) -> list[Fin
         if len(set(contents)) == 1:
             continue
         if len(set(contents)) == COMPUTATIONS:
-            split.append([(copy, number) for number, copy in done])
+            (number, copy), _, (last, same) = done
+            if copy == same:  # that differs from itself, and from another
+                odd.setdefault(copy, []).extend([(number, copy, last), (last, copy, number)])
+            else:
+                split.append([(copy, number) for number, copy in done])
             continue
         place = next(place for place in range(COMPUTATIONS) if contents.count(contents[place]) == 1)
         (number, copy), (other, reference) = done[place], done[(place + 1) % COMPUTATIONS]
@@ -190,14 +194,11 @@ def _first(
 def _split(
     everyone: Sequence[Sequence[Computed]], copies: Sequence[Sequence[int]], three: Sequence[tuple[int, int]]
 ) -> Finding:
-    """Judge three results of which no two are equal: a copy that differs from itself is wrong more than once."""
-    (first, number), (second, other), (third, last) = three
-    if first == third:
-        ranks, name, bits = _first(everyone, copies, first, (number, first, last))
-        return Finding(ranks, "compute", name, Verdict.PERSISTENT, bits)
+    """Tell of three results of which no two are equal: nobody knows which is right."""
+    (first, number), (second, other), _ = three
     ranks, name, bits = _first(everyone, copies, first, (number, second, other))
-    there = {*ranks, *(rank for each in (second, third) for rank in copies[each])}
-    return Finding(tuple(sorted(there)), "compute", name, Verdict.UNDECIDED, bits)
+    members = {*ranks, *(rank for copy, _ in three[1:] for rank in copies[copy])}
+    return Finding(tuple(sorted(members)), "compute", name, Verdict.UNDECIDED, bits)
 
 
 def _wires(everyone: Sequence[Sequence[Computed]]) -> list[Finding]:
