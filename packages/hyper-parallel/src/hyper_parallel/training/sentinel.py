@@ -72,7 +72,7 @@ class Sentinel:
         assert replay is not None
         buffers = replay.copy_buffers()
         for attempt in range(MOST_RESTORES + 1):
-            own, result = self._both(rows, begin, buffers)
+            own, result = self._both(step, rows, begin, buffers)
             if own is None:
                 self._replayed, self._clean = True, step
                 return result
@@ -96,12 +96,17 @@ class Sentinel:
         replay.put_buffers(buffers)
         return self._trainer.gradients(rows)
 
-    def _both(self, rows: Rows, begin: Callable[[], None], buffers: Any) -> tuple[list[Computed] | None, Any]:
+    def _both(
+        self, step: int, rows: Rows, begin: Callable[[], None], buffers: Any
+    ) -> tuple[list[Computed] | None, Any]:
         """Compute the next copy's samples, then this rank's; return what was read of both where anything differs."""
         other, _ = self._computed(1, begin, buffers)
         own, result = self._computed(0, begin, buffers, rows)
-        numbers = json.dumps([own.digest, other.digest, bool(own.wires or other.wires)]).encode()
+        ends = any(ends for _, ends in self._own)
+        numbers = json.dumps([own.digest, other.digest, bool(own.wires or other.wires), ends]).encode()
         everyone = [json.loads(each) for each in self._ranks.agree(lambda: numbers, "comparing computations")]
+        if any(each[3] for each in everyone):  # copies of the step before differ, so that all computations do
+            self.settle(step - 1, found=True)
         alike = all(
             everyone[each][1] == everyone[self._rotation.counterpart(each, 1)][0] and not everyone[each][2]
             for each in range(self._ranks.size)
