@@ -181,6 +181,21 @@ def test_random_flips_of_state_are_named_in_their_step(tmp_path, count):
     assert len(unseen) < count / 4
 
 
+@pytest.mark.parametrize(
+    ("mesh", "name", "told"),
+    [
+        ({"tp": 2}, "model.norm.weight", "model.norm.weight"),
+        ({"pp": 2}, "lm_head.weight", "model.embed_tokens.weight"),
+    ],
+    ids=["tp", "tied"],
+)
+def test_what_tp_leaves_whole_and_what_stages_share_is_compared(tmp_path, mesh, name, told):
+    sdc = {"replicas": True, "on_fault": "report"}
+    run_ranks(2, run_corrupted, tmp_path, mesh, [Fault("weight", 2, 1, name)], sdc, 3)
+    first, *_ = found(tmp_path / "0")
+    assert (first.step, first.name, first.ranks, first.verdict.value) == (2, told, (0, 1), "undecided")
+
+
 def restored(tmp_path, mesh, faults, sdc):
     in_turns(3, tmp_path, mesh, [None, *faults], sdc)
     clean = weights(tmp_path / "0", 3)

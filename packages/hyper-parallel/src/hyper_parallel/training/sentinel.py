@@ -179,10 +179,10 @@ class Sentinel:
         return len(self._own)
 
     def _note(self, step: int, unequal: list[Unequal], *, first: bool, ends: bool, action: str) -> None:
-        """Keep what this rank has to tell of unequal copies, each rank that holds one the same."""
+        """Keep what there is to tell of unequal copies, on the first rank that holds one."""
         for each in unequal:
             place = (each.column.identity, each.column.key)
-            if self._ranks.rank not in each.sums or (not action and place in self._told):
+            if self._ranks.rank != min(each.sums) or (not action and place in self._told):
                 continue
             self._told.add(place)
             where: Any = "weight" if each.column.key == WEIGHT else "moment"
@@ -209,10 +209,9 @@ class Sentinel:
             mine, self._own = self._own, []
             text = json.dumps([(each.to_dict(), ends) for each, ends in mine]).encode()
             shared = self._ranks.agree(lambda: text, "sharing what copies differ")
-            values = [each for texts in shared for each in json.loads(texts)]
-            distinct = {json.dumps(each): (Corruption.from_dict(each), ends) for each, ends in values}
-            self._tell([each for each, _ in distinct.values()])
-            ending = [each for each, ends in distinct.values() if ends]
+            told = [(Corruption.from_dict(each), ends) for texts in shared for each, ends in json.loads(texts)]
+            self._tell([each for each, _ in told])
+            ending = [each for each, ends in told if ends]
             if ending:
                 self._end(ending[0].step, ending, MOST_RESTORES)
         texts = tuple(str(each) for each in self.found if each.step <= step)
