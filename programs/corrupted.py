@@ -52,7 +52,7 @@ if not ALONE:
     assert (found["step"], found["ranks"], found["name"], found["verdict"]) == (
         3,
         [1],
-        "forward model.layers.1.mlp.up_proj",
+        "forward model.layers.1.mlp.down_proj",  # the module after the hook, which is code between modules
         "transient",
     ), found
 destroy_process_group()
