@@ -114,15 +114,14 @@ class Trainer:
         capture = self.capture if part is None else None
         with contextlib.ExitStack() as stack:
             begins = [stack.enter_context(each.watching()) for each in (capture, self.replay) if each is not None]
-            loss = self._backward(rows, _each([each for each in begins if each is not None]), part)
+            loss = self._backward(rows, _each([each for each in begins if each is not None]))
         if capture is not None:
             capture.gradients()
         return loss, clip_gradients(self.model, self._plan.run.grad_clip if part is None else None)
 
-    def _backward(
-        self, rows: Rows, begins: Callable[[int], None] | None, part: int | None = None
-    ) -> torch.Tensor | None:
+    def _backward(self, rows: Rows, begins: Callable[[int], None] | None) -> torch.Tensor | None:
         self.optimizer.zero_grad()
+        part = None if self.replay is None else self.replay.part
         options: dict[str, Any] = {"objective": self._objective, "measured": self._measure, "begins": begins}
         return backward_loss(self._plan, self.model, **self._inputs(rows), **options, part=part)
 
