@@ -834,6 +834,32 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
         ],
     ),
     ("name ranks of the mesh", {"profile": {"start": 2, "ranks": [1]}}, ["profile.ranks=[0]"]),
+    # silent corruption
+    (
+        "make it 'restore' or 'report'",
+        {"sdc": {"replay_every": 2, "on_fault": "replace"}},
+        ["sdc.on_fault=restore", "sdc.on_fault=report"],
+    ),
+    (
+        "leave it out, or give sdc.replay_every",
+        {"sdc": {"replicas": True}},
+        ["-sdc.replicas", ("-sdc.replicas", "sdc.replay_every=2")],
+    ),
+    (
+        "leave one of the two out",
+        {"sdc": {"replicas": True}, "mesh": {"dp_shard": 2}, "optimizer": {"swap_slices": 2}},
+        ["-sdc.replicas", "-optimizer.swap_slices"],
+    ),
+    (
+        "leave it out, or write memory.recompute",
+        {"sdc": {"replay_every": 2}, "memory": {"budget": "1GiB"}},
+        ["-sdc.replay_every", ("-memory.budget", "memory.recompute=['model.layers.*']")],
+    ),
+    (
+        "leave one of the two out",
+        {"model": MOE, "mesh": EP, "experts": {"slots": 1}, "sdc": {"replay_every": 2}},
+        ["-sdc.replay_every", "-experts.slots"],
+    ),
     # readings
     ('write ["loss", "gradient"]', {"monitor": {"every": 1, "phases": []}}, ["monitor.phases=['loss', 'gradient']"]),
     ('write ["norm", "range"]', {"monitor": {"every": 1, "numbers": []}}, ["monitor.numbers=['norm', 'range']"]),
@@ -987,7 +1013,7 @@ ELSEWHERE = {
         *("blocks:check_saving", "adapters:check_adapter", "checks:_check_device", "checks:check_mesh"),
         *("blocks:check_compile", "memory:check_memory", "memory:check_states", "loss:check_objective"),
         *("build:_check_statistics", "build:check_model_section", "unused_keys:check_profile"),
-        *("homes:check_home_values", "checks:check_monitor"),
+        *("homes:check_home_values", "checks:check_monitor", "checks:check_sdc"),
     ),
     "test_dry_run.py::test_what_can_not_be_played_is_refused": ("api:spread_over",),
     "test_weights.py::test_a_plan_for_another_framework": ("checks:check_platform",),

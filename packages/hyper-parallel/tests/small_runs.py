@@ -65,7 +65,7 @@ def run(folder, mesh, steps=3, model=None, *, changed=None, optimizer="adamw", *
         tables["validation"] = {"paths": [str(text)], "every": 2, "batches": 2}
     tables["metrics"] = {"peak_flops": 1e9}
     for name, value in (changed or {}).items():
-        if name in ("validation", "profile", "experts", "metrics", "monitor", "memory", "compile", "pipeline"):
+        if name in ("validation", "profile", "experts", "metrics", "monitor", "memory", "compile", "pipeline", "sdc"):
             tables[name] = value
         else:
             tables["run" if name in OF_RUN else "data"][name] = value

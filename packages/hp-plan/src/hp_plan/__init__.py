@@ -11,6 +11,7 @@ from hp_plan.application import apply
 from hp_plan.checks.monitor.comparing import Comparison, Divergence, compare_readings
 from hp_plan.checks.monitor.origin import Origin
 from hp_plan.checks.monitor.readings import RankReadings, Reading, read_readings
+from hp_plan.checks.sdc.corruption import Corruption, CorruptionError, Verdict
 from hp_plan.checks.verification import ModuleDifference, VerifyResult
 from hp_plan.dry.report import DryReport
 from hp_plan.dry.simulated import Simulated
@@ -39,6 +40,7 @@ from hp_plan.sections import (
     RecoverySection,
     RunSection,
     ScheduleSection,
+    SdcSection,
     ValidationSection,
 )
 from hp_plan.tuning.hardware import Hardware
@@ -50,6 +52,8 @@ __all__ = [
     "CompileSection",
     "Comparison",
     "ContextSection",
+    "Corruption",
+    "CorruptionError",
     "DataSection",
     "Diagnostic",
     "Divergence",
@@ -77,8 +81,10 @@ __all__ = [
     "Reading",
     "RunSection",
     "ScheduleSection",
+    "SdcSection",
     "Simulated",
     "ValidationSection",
+    "Verdict",
     "VerifyResult",
     "apply",
     "build_model",

@@ -5,6 +5,10 @@ from __future__ import annotations
 from hp_plan.checks.alike import draws
 from hp_plan.checks.monitor.origin import decode, earliest, encode
 from hp_plan.checks.monitor.readings import ALONE, COUNTED, PHASES, ReadingsFile
+from hp_plan.checks.sdc.checks import sdc_notes
+from hp_plan.checks.sdc.copies import WEIGHT, Unequal
+from hp_plan.checks.sdc.rotation import Rotation
+from hp_plan.checks.sdc.voting import COMPUTATIONS, Computed, Finding, first_difference, vote
 from hp_plan.checks.verification import TORCH_ONLY
 from hp_plan.dry.picture import draw_memory
 from hp_plan.features.adapters import saved_name
@@ -26,6 +30,15 @@ from hp_plan.tuning.search import NothingFits, Tuned, tuned_text
 
 __all__ = [
     "ALONE",
+    "COMPUTATIONS",
+    "Computed",
+    "Finding",
+    "Rotation",
+    "Unequal",
+    "WEIGHT",
+    "first_difference",
+    "sdc_notes",
+    "vote",
     "COUNTED",
     "PHASES",
     "ReadingsFile",

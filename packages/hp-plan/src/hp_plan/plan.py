@@ -34,6 +34,7 @@ from hp_plan.sections import (
     RecoverySection,
     RunSection,
     ScheduleSection,
+    SdcSection,
     ValidationSection,
 )
 from hp_platform import get_platform
@@ -61,6 +62,7 @@ SECTIONS: dict[str, type] = {
     "validation": ValidationSection,
     "profile": ProfileSection,
     "monitor": MonitorSection,
+    "sdc": SdcSection,
 }
 _SECTION_SYNONYMS = {
     **dict.fromkeys(("lora", "peft"), "adapter"),
@@ -73,6 +75,7 @@ _SECTION_SYNONYMS = {
     **dict.fromkeys(("recompute", "offload"), "memory"),
     **dict.fromkeys(("watch", "readings"), "monitor"),
     **dict.fromkeys(("fp8", "float8", "quantize", "quantization"), "precision"),
+    **dict.fromkeys(("corruption", "replay", "replicas"), "sdc"),
 }
 AUTOMATIC_STYLES = ("auto", "auto-sequence")
 
@@ -111,6 +114,7 @@ class ParallelPlan:
         validation: data for it, and how often.
         profile: which steps are profiled.
         monitor: what is read of tensors in training.
+        sdc: what looks for silent data corruption.
 
     Raises:
         PlanError: a value has the wrong type or is out of range; it has all diagnostics.
@@ -138,6 +142,7 @@ class ParallelPlan:
     validation: ValidationSection = field(default_factory=ValidationSection)
     profile: ProfileSection = field(default_factory=ProfileSection)
     monitor: MonitorSection = field(default_factory=MonitorSection)
+    sdc: SdcSection = field(default_factory=SdcSection)
 
     def __post_init__(self) -> None:
         diagnostics: list[Diagnostic] = []

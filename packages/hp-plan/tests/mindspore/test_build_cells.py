@@ -230,6 +230,7 @@ RECOMPUTE = ["model.layers.*.mlp"]
         ),
         ("leave [profile] out", {"profile": {"start": 2}}, [{"profile": {}}]),
         ("leave [monitor] out", {"monitor": {"every": 1}}, [{"monitor": {}}]),
+        ("leave [sdc] out", {"sdc": {"replay_every": 1}}, [{"sdc": {}}]),
         ("use a norm without them", {"model": NORMED}, [{"model": {**NORMED, "function": f"{__name__}:layer_norm"}}]),
         ('write function = "package.module:function"', {"model": {}}, [{"model": tables()["model"]}]),
         (

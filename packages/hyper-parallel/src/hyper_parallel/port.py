@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from hp_checkpoint.extend import Adapter
 from hp_pipeline.extend import Operations
 from hp_plan import Origin, ParallelPlan
+from hp_plan.extend import Computed, Unequal
 from hp_platform.extend import Place, load_port
 from hyper_parallel.data import Rows
 from hyper_parallel.launching.launch import Job
@@ -71,6 +72,38 @@ class Capture(Protocol):
         ...
 
 
+class Replay(Protocol):
+    """The bits of what a step computes; `hp_plan.<framework>.training.replay`."""
+
+    def reading(self, part: int | None = None) -> AbstractContextManager[None]:
+        """Read the gradients that are computed inside, of a part of the batch or of this rank's own."""
+        ...
+
+    def take(self, loss: Scalar | None) -> Computed:
+        """Get what was read, with this rank's loss."""
+        ...
+
+    def copy_buffers(self) -> Any:
+        """Copy the model's buffers."""
+        ...
+
+    def put_buffers(self, buffers: Any) -> None:
+        """Put them back."""
+        ...
+
+
+class Replicas(Protocol):
+    """What several ranks hold of weights and states; `hp_plan.<framework>.training.replicas`."""
+
+    def compare(self) -> list[Unequal]:
+        """Get the copies that differ."""
+        ...
+
+    def mend(self, unequal: Sequence[Unequal]) -> None:
+        """Overwrite the copies that few ranks have by that of most."""
+        ...
+
+
 class Trainer(Protocol):
     """A model under training, with its optimizer and schedule."""
 
@@ -93,6 +126,16 @@ class Trainer(Protocol):
 
     def gradients(self, rows: Rows) -> tuple[Scalar | None, Scalar]:
         """Compute gradients of this rank's samples; get its loss, if it has one, and their norm, maybe to come."""
+        ...
+
+    @property
+    def replay(self) -> Replay | None:
+        """Get what reads the bits that are computed; None where nothing is computed again."""
+        ...
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Get what compares copies of weights and states; None where they aren't compared."""
         ...
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 from hp_checkpoint import Checkpointer, CheckpointError, InvalidCheckpointError, Keep
 from hp_checkpoint.extend import Copies, LastWords, Ranks
 from hp_offload.extend import BudgetError
-from hp_plan import ParallelPlan, PlanError
+from hp_plan import CorruptionError, ParallelPlan, PlanError
 from hp_plan.extend import ReadingsFile, data_parallel_rows, decode, earliest, encode, vocabulary
 from hp_platform import LostRankError, get_platform, manual_seed
 from hp_platform.extend import note_step
@@ -55,6 +55,9 @@ from hyper_parallel.training.evaluating import Prompts, Validation
 from hyper_parallel.training.keeping import Launched, kept, take
 from hyper_parallel.training.profiles import Profile
 from hyper_parallel.training.resuming import changes, check_held, hyperparameters, next_sample, order
+from hyper_parallel.training.sentinel import Sentinel
+
+_FOUND_ALIKE = (DivergedError, CorruptionError)
 
 _GO_ON = "go on with the plan that the run has begun with, or choose another folder with --out"
 
@@ -153,6 +156,9 @@ class Run:
                 self.checkpoints.__exit__(type(error))
                 raise
         self._saved = self.step if copied is None else max((each for each in steps if each <= copied), default=0)
+        on = plan.sdc.replicas or plan.sdc.replay_every
+        ranks, folder = self.ranks, self.folder
+        self._sentinel = Sentinel(plan, self.trainer, ranks, folder, rows_of=self._rows_of) if on else None
         self._readings: ReadingsFile | None = None
         if self.trainer.capture is not None:
             layout = self.trainer.capture.layout()
@@ -163,7 +169,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
-            if isinstance(error, Exception) and not isinstance(error, DivergedError) and not self._recovers:
+            if isinstance(error, Exception) and not isinstance(error, _FOUND_ALIKE) and not self._recovers:
                 self._say_last_words(error)
             self._batches.close()
             if self._readings is not None:
@@ -171,8 +177,8 @@ class Run:
             if kind is None:
                 self._end_profile()
         finally:
-            # All ranks find alike that a training has diverged, so they wait for the save that they began together.
-            self.checkpoints.__exit__(None if isinstance(error, DivergedError) else kind)
+            # All ranks find alike what these errors say, so they wait for the save that they began together.
+            self.checkpoints.__exit__(None if isinstance(error, _FOUND_ALIKE) else kind)
 
     def close(self) -> None:
         """Wait until the last checkpoint is complete.
@@ -291,25 +297,27 @@ class Run:
         return text
 
     def _computed(self, begun: float) -> Launched:
-        # So that dropout goes on where it was, too.
-        manual_seed((self.plan.run.seed * 1_000_003 + self.step) % 2**63)
         batch, lr = self._batches.take(self.sample), self.trainer.lr
         capture = self.trainer.capture
-        if capture is not None:
-            capture.begin(self.step + 1)
-        loss, norm = self.trainer.gradients(batch.rows)
+        if self._sentinel is not None:
+            loss, norm = self._sentinel.gradients(self.step + 1, batch.rows, self._begin)
+        else:
+            self._begin()
+            loss, norm = self.trainer.gradients(batch.rows)
         if capture is not None and not math.isfinite(float(norm)):  # alike on all ranks
             self._write(capture.take(loss), self.step + 1)
             self._look_for_origin(batch.rows, loss, float(norm))
         self._updating = True
         self.trainer.update()
+        corrupt = 0 if self._sentinel is None else self._sentinel.compare(self.step + 1)
         self.step, self.sample = self.step + 1, self.sample + self.plan.data.batch_size
         self._updating = False
         asked = self._stop is not None and self._stop.asked
         memory = get_platform().devices.peak_memory()
         last = loss is not None  # this rank has the model's last stage
         operations = self._operations(batch.rows)
-        own = [loss if last else np.nan, norm, memory, batch.wait, operations, batch.rows.sizes.sum(), asked, last]
+        tokens = batch.rows.sizes.sum()
+        own = [loss if last else np.nan, norm, memory, batch.wait, operations, tokens, asked, last, corrupt]
         own += () if self.trainer.measured is None else self.trainer.measured
         readings = None if capture is None else capture.take(loss)
         launched = Launched(self.step, lr, self._numbers(own), begun, readings=readings)
@@ -334,6 +342,17 @@ class Run:
         self._again, data = take(self.trainer, step, copies.restore(step))
         self.step, self.sample = step, data["sample"]
         self.trainer.go_on(step, data["experts"])
+
+    def _begin(self) -> None:
+        """Begin to compute a step's gradients, maybe once more: dropout goes on where it was, too."""
+        manual_seed((self.plan.run.seed * 1_000_003 + self.step) % 2**63)
+        if self.trainer.capture is not None:
+            self.trainer.capture.begin(self.step + 1)
+
+    def _rows_of(self, part: int) -> Rows:
+        """Return the samples of a part of the batch of the step under way."""
+        count = self._rows.stop - self._rows.start
+        return self.samples.rows(np.arange(count) + self.sample + part * count)
 
     def _write(self, readings: Pending | None, step: int) -> None:
         if readings is not None and self._readings is not None:
@@ -361,9 +380,10 @@ class Run:
         """Wait for the numbers of a step."""
         numbers = launched.numbers.read()
         self._write(launched.readings, launched.step)
-        losses, norms, memory, waits, operations, tokens, asked, last, *measured = numbers.T
+        losses, norms, memory, waits, operations, tokens, asked, last, corrupt, *measured = numbers.T
         seconds = (launched.ended or time.perf_counter()) - launched.begun
         # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
+        faults = self._sentinel.settle(launched.step, bool(corrupt.any())) if self._sentinel is not None else ()
         losses = losses[last > 0].tolist()
         mean, norm = sum(losses) / len(losses), float(norms[0])
         saved = str(self.checkpoints.path(self._saved)) if self._saved else None
@@ -373,7 +393,9 @@ class Run:
         parts = self.plan.data.batch_size // (self._rows.stop - self._rows.start)  # each on as many ranks
         counted = float(operations.mean()) * parts
         names = self.trainer.measures
-        more = {name: float(column.mean()) for name, column in zip(names, measured, strict=True)}
+        more: dict[str, Any] = {name: float(column.mean()) for name, column in zip(names, measured, strict=True)}
+        if self._sentinel is not None:
+            more |= {"corruptions": len(faults), "faults": faults}
         if self._readings is not None:
             more |= {"lowest_loss": min(losses), "highest_loss": max(losses)}
         loss, texts = None, ()

@@ -291,6 +291,11 @@ def copies(stages: Sequence[PipelineStage], pipeline: Pipeline, rank: int) -> li
     return list(parameters.values())
 
 
+def shared_weights(stages: Sequence[PipelineStage]) -> dict[int, Weight]:
+    """Return which shared weight a parameter of these stages is, by its `id`; the others have none."""
+    return {id(_find(info, stage.submodule)): weight for stage, weight, info in _infos(stages)}
+
+
 class PipelineStage:
     """A part of a model in a pipeline.
 

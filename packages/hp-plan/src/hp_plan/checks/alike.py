@@ -195,7 +195,7 @@ def check_deterministic(plan: ParallelPlan) -> list[Diagnostic]:
     ]
 
 
-def draws(plan: ParallelPlan, micro_batches: int) -> Callable[[int], None]:
+def draws(plan: ParallelPlan, micro_batches: int, *, part: int | None = None) -> Callable[[int], None]:
     """Begin a step's draws; call the result with the number of each micro-batch before it.
 
     The step's seed is the last one given to `hp_platform.manual_seed`, the same on all ranks. Without one, generators
@@ -204,16 +204,18 @@ def draws(plan: ParallelPlan, micro_batches: int) -> Callable[[int], None]:
     Args:
         plan: says which samples, tokens and layers this rank has.
         micro_batches: of this rank in the step.
+        part: of the batch, whose samples are computed; None is this rank's own.
     """
     platform, mesh = get_platform(), plan.mesh
     seed = platform.random.seeded()
     if seed is None:
         return lambda number: None
     at = mesh.coordinate(platform.groups.rank())
+    part = data_parallel_place(plan) if part is None else part
     own, parts = at.get("cp", 0) * mesh.pp + at.get("pp", 0), mesh.cp * mesh.pp
 
     def begin(number: int) -> None:
-        place = (data_parallel_place(plan) * micro_batches + number) * parts + own
+        place = (part * micro_batches + number) * parts + own
         platform.random.reseed((seed * mesh.data_parallel * micro_batches * parts + place) % 2**63)
 
     return begin

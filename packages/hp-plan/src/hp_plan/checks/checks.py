@@ -11,6 +11,7 @@ from hp_optim.extend import is_hidden_matrix
 from hp_plan.checks.alike import check_deterministic
 from hp_plan.checks.monitor.checks import check_monitor, check_monitored
 from hp_plan.checks.precision import check_layers, check_precision, check_styled_layers
+from hp_plan.checks.sdc.checks import check_sdc
 from hp_plan.checks.styles import check_styles
 from hp_plan.checks.unused_keys import check_best, check_profile, check_unused_keys, check_validation
 from hp_plan.features.adapters import check_adapter
@@ -260,6 +261,7 @@ CHECKS = (
     Check(check_best, apply=False),
     Check(check_profile, apply=False),
     Check(check_monitor, apply=False),
+    Check(check_sdc, apply=False),
     Check(check_saving),
     Check(check_group_values, apply=False),
     Check(check_compile),

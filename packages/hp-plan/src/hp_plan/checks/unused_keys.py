@@ -120,6 +120,8 @@ def check_unused_keys(plan: ParallelPlan) -> list[Diagnostic]:
     validation = _without(plan, "validation", "paths", paths, possible=plan.mesh.pp == 1)
     validation += _without(plan, "validation", "prompts", prompts, possible=no_text(plan) is None)
     monitor = _without(plan, "monitor", "every", ("phases", "names", "numbers"))
+    if not plan.sdc.replicas:
+        monitor += _without(plan, "sdc", "replay_every", ("on_fault",))
     return [*diagnostics, *validation, *monitor, *_without(plan, "profile", "start", ("steps", "ranks"))]
 
 

@@ -25,6 +25,7 @@ from hp_plan.sections.running import (
     RecoverySection,
     RunSection,
     ScheduleSection,
+    SdcSection,
     ValidationSection,
     schedule_factor,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "RecoverySection",
     "RunSection",
     "ScheduleSection",
+    "SdcSection",
     "ValidationSection",
     "schedule_factor",
 ]

@@ -349,3 +349,28 @@ class RecoverySection:
     limit: int = at_least(1, 3)
     same_step: int = at_least(1, 2)
     wait_for_spare: float = more_than(0.0, 30.0)
+
+
+@dataclass(frozen=True)
+class SdcSection:
+    """What looks for silent data corruption: numbers that a device computes, keeps or sends wrongly without an error.
+
+    Both look for bits that differ where the same work has been done twice, so that work has to give the same bits on
+    each rank: `run.deterministic`, or kernels that are known to be so. The first step checks that, and a run that can't
+    be compared is refused there.
+
+    Attributes:
+        replicas: after each step compare the bits of the weights and optimizer states that several ranks hold
+            (`dp_replicate`, what `tp` leaves whole, weights that stages share). Of three or more copies most are right;
+            of two that differ nobody knows which is.
+        replay_every: in the first step and each so many after it other ranks compute each rank's samples again, and the
+            bits of all modules are compared; where they differ, a third computation decides. 0 never does. With one
+            data parallel rank it computes them again itself, and finds what does not last.
+        on_fault: `"report"` tells and goes on. `"restore"` computes a step anew before its update and takes corrupt
+            weights and states from a replica, three times at one step at most; what lasts, or can't be told, ends the
+            run. `"replace"` puts a spare process in the rank's place, which there is not yet.
+    """
+
+    replicas: bool = False
+    replay_every: int = at_least(0, 0)
+    on_fault: Literal["report", "restore", "replace"] = "restore"

@@ -10,10 +10,14 @@ from hp_plan.torch.training.monitor import Capture
 from hp_plan.torch.training.objectives import evaluate, evaluating
 from hp_plan.torch.training.origin import Hunt
 from hp_plan.torch.training.parts import clip_gradients
+from hp_plan.torch.training.replay import Replay
+from hp_plan.torch.training.replicas import Replicas
 
 __all__ = [
     "Capture",
     "Hunt",
+    "Replay",
+    "Replicas",
     "adapter_texts",
     "backward_loss",
     "begin",

@@ -26,6 +26,7 @@ from hp_plan.extend import (
     outlook,
     read_plan,
     refuse_by_itself,
+    sdc_notes,
     settings,
     style_notes,
     traffic_notes,
@@ -474,7 +475,7 @@ def _notes(report: Report, nproc: int | None) -> list[str]:
     with suppress(SettingError):  # A device that is elsewhere is not an error of the plan.
         shortage = memory_shortage(report.plan, report.model, nproc or report.plan.mesh.world_size)
         notes += [] if shortage is None else [f"too large to train here: {shortage}"]
-    notes += [] if report.diagnostics else traffic_notes(report.plan, report.model)
+    notes += [] if report.diagnostics else [*traffic_notes(report.plan, report.model), *sdc_notes(report.plan)]
     return notes
 
 

@@ -14,7 +14,7 @@ import typer
 
 from hp_checkpoint import CheckpointError
 from hp_checkpoint.extend import steps_in
-from hp_plan import Diagnostic, PlanError
+from hp_plan import CorruptionError, Diagnostic, PlanError
 from hp_platform.extend import SettingError, inside_launcher, launcher_place, leave_to_speaker, tell_torchrun
 from hyper_parallel.data import DataError
 from hyper_parallel.launching.launch import Interrupted, RankFailure
@@ -23,7 +23,7 @@ from hyper_parallel.reports.output import CHECKPOINTS, METRICS, OutputError, new
 from hyper_parallel.reports.run_metadata import versions
 from hyper_parallel.supervision.run_end import DivergedError, MemoryShortage
 
-_ADVISED = (CheckpointError, DataError, DivergedError, MemoryShortage, OutputError)
+_ADVISED = (CheckpointError, CorruptionError, DataError, DivergedError, MemoryShortage, OutputError)
 
 
 @contextmanager

@@ -14,7 +14,15 @@ Resume = Literal["no", "auto", "new-data"]
 
 # Errors of ranks that tell their user what to do. Any other is shown with its traceback.
 EXPLAINED = (
-    *("CheckpointError", "DataError", "DivergedError", "InvalidCheckpointError", "MemoryShortage", "OutputError"),
+    *(
+        "CheckpointError",
+        "CorruptionError",
+        "DataError",
+        "DivergedError",
+        "InvalidCheckpointError",
+        "MemoryShortage",
+        "OutputError",
+    ),
     *("PlanError", "SettingError"),
 )
 _AGREED = re.compile(r"failed on \d+ of \d+ ranks: ")  # of a CheckpointError

@@ -42,6 +42,8 @@ class Trainer:
         measures: nothing is measured beside the loss.
         measured: None.
         capture: None; a plan with `[monitor]` is refused.
+        replay: None; a plan with `[sdc]` is refused.
+        replicas: None; likewise.
     """
 
     operations = None
@@ -49,6 +51,8 @@ class Trainer:
     measures: Sequence[str] = ()
     measured = None
     capture = None
+    replay = None
+    replicas = None
 
     def __init__(self, plan: ParallelPlan, *, weights: bool = True) -> None:
         self._plan = plan

@@ -352,7 +352,8 @@ def _remarks(step: Step) -> str:
 
 
 def _texts(step: Step) -> Iterator[str]:
-    """Yield the texts that a model has written, each under a line that says when."""
+    """Yield what was found of silent corruption, then what a model has written under a line that says when."""
+    yield from step.faults
     for number, text in enumerate(step.texts, start=1):
         which = f", prompt {number}" if len(step.texts) > 1 else ""
         yield f"written after step {step.step}{which}:"

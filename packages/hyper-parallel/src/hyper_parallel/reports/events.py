@@ -120,10 +120,9 @@ class EventReader:
         elif kind == "over":
             self._open.close()
         elif kind == "step":
-            self._reporter.step(Step(**{**values, "texts": tuple(values["texts"])}))
+            self._reporter.step(Step(**_fields(values)))
         else:
-            fields: dict[str, Any] = {n: tuple(each) if isinstance(each, list) else each for n, each in values.items()}
-            self._reporter.finished(Summary(**fields))
+            self._reporter.finished(Summary(**_fields(values)))
 
 
 def hand_over_output(folder: Path) -> None:
@@ -171,3 +170,8 @@ def showing(events: Path, reporter: Reporter) -> Iterator[None]:
             over.set()
             thread.join()
             show(ended=True)
+
+
+def _fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a value's fields: a list of JSON is a tuple there."""
+    return {name: tuple(each) if isinstance(each, list) else each for name, each in values.items()}

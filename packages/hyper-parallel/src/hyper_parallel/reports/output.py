@@ -21,7 +21,8 @@ from hp_checkpoint.extend import local_folder, steps_in
 METRICS, RECORD, TEXTS, CHECKPOINTS = "metrics.jsonl", "run.json", "texts.jsonl", "checkpoints"
 WARNINGS = "warnings.jsonl"
 
-FILES = (METRICS, RECORD, "plan.toml", "loss.png", TEXTS, WARNINGS, "tensorboard", "profile")
+CORRUPTIONS = "corruptions.jsonl"
+FILES = (METRICS, RECORD, "plan.toml", "loss.png", TEXTS, WARNINGS, CORRUPTIONS, "tensorboard", "profile")
 """What a run's folder may have beside checkpoints."""
 
 
@@ -112,6 +113,9 @@ def _unused(folder: Path) -> Path:
     return next(each for each in itertools.chain([folder], numbered) if not each.exists())
 
 
+_TEXTS = ("step", "texts", "faults")
+
+
 @dataclass(frozen=True)
 class Step:
     """One optimizer step.
@@ -135,6 +139,8 @@ class Step:
         validation_margin: the same of the validation data.
         lowest_loss: of a rank, in a run that is monitored.
         highest_loss: the same.
+        corruptions: how many silent ones were found in the step, in a run with `[sdc]`.
+        faults: what was found, as text.
         texts: what the model wrote after the step, for each of `validation.prompts`.
     """
 
@@ -155,6 +161,8 @@ class Step:
     validation_margin: float | None = None
     lowest_loss: float | None = None
     highest_loss: float | None = None
+    corruptions: int | None = None
+    faults: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
 
     @property
@@ -165,7 +173,7 @@ class Step:
     def metrics(self) -> dict[str, float]:
         """Return the numbers that there are, but the step's own."""
         values = vars(self).items()
-        return {name: value for name, value in values if name not in ("step", "texts") and value is not None}
+        return {name: value for name, value in values if name not in _TEXTS and value is not None}
 
 
 @dataclass(frozen=True)
@@ -254,7 +262,7 @@ def as_json(value: Step | Summary) -> str:
     """Format as one line of JSON."""
     if not isinstance(value, Step):
         return json.dumps(dataclasses.asdict(value))
-    texts = {"texts": value.texts} if value.texts else {}
+    texts = {name: each for name in ("faults", "texts") if (each := getattr(value, name))}
     return json.dumps({"step": value.step, **strict(value.metrics()), **texts}, allow_nan=False)
 
 

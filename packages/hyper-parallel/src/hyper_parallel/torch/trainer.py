@@ -23,6 +23,8 @@ from hp_plan.extend import multiple_of_first, saved_name
 from hp_plan.torch.extend import (
     Capture,
     Hunt,
+    Replay,
+    Replicas,
     adapter_texts,
     backward_loss,
     begin,
@@ -60,6 +62,8 @@ class Trainer:
         measures: names of what is measured of a step beside its loss.
         measured: a mean of this rank's samples of the last step for each of them; None without names.
         capture: what is read of the model; None of a run that is not monitored.
+        replay: reads the bits of what is computed; None where nothing is computed again.
+        replicas: compares copies of weights and states; None where they aren't compared.
     """
 
     def __init__(self, plan: ParallelPlan, *, weights: bool = True) -> None:
@@ -88,6 +92,8 @@ class Trainer:
         self._multiple = multiple_of_first(self.optimizer, self.model.named_parameters(), plan)
         self._steps = 0
         self.capture = Capture(plan, self.model) if plan.monitor.every else None
+        self.replay = Replay(plan, self.model) if plan.sdc.replay_every else None
+        self.replicas = Replicas(self.model, self.optimizer) if plan.sdc.replicas else None
 
     @property
     def lr(self) -> float:
@@ -98,22 +104,27 @@ class Trainer:
         """Compute the gradients of a step, without waiting for them.
 
         Args:
-            rows: this rank's samples.
+            rows: this rank's samples, or those of the part of the batch that `replay` says: gradients of another part
+                are not read by `[monitor]`, and not clipped.
 
         Returns:
             The loss of these samples, None on ranks without the model's last stage, and the norm of all gradients
             before clipping.
         """
-        with contextlib.nullcontext() if self.capture is None else self.capture.watching() as begins:
-            loss = self._backward(rows, begins)
-        if self.capture is not None:
-            self.capture.gradients()
-        return loss, clip_gradients(self.model, self._plan.run.grad_clip)
+        part = None if self.replay is None else self.replay.part
+        capture = self.capture if part is None else None
+        with contextlib.ExitStack() as stack:
+            begins = [stack.enter_context(each.watching()) for each in (capture, self.replay) if each is not None]
+            loss = self._backward(rows, _each([each for each in begins if each is not None]))
+        if capture is not None:
+            capture.gradients()
+        return loss, clip_gradients(self.model, self._plan.run.grad_clip if part is None else None)
 
     def _backward(self, rows: Rows, begins: Callable[[int], None] | None) -> torch.Tensor | None:
         self.optimizer.zero_grad()
+        part = None if self.replay is None else self.replay.part
         options: dict[str, Any] = {"objective": self._objective, "measured": self._measure, "begins": begins}
-        return backward_loss(self._plan, self.model, **self._inputs(rows), **options)
+        return backward_loss(self._plan, self.model, **self._inputs(rows), **options, part=part)
 
     def origin(self, rows: Rows) -> Origin | None:
         """Compute gradients once more, and return where this rank's first NaN or infinity was born.
@@ -224,6 +235,16 @@ def _choose_deterministic_kernels(device: Any) -> None:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first product
     torch.use_deterministic_algorithms(True)
+
+
+def _each(functions: Sequence[Callable[[int], None]]) -> Callable[[int], None] | None:
+    """Return a function that calls all of these; None of none."""
+
+    def call(number: int) -> None:
+        for function in functions:
+            function(number)
+
+    return call if functions else None
 
 
 _SAMPLED = {"do_sample": True, "temperature": 0.7, "pad_token_id": 0}  # how tokens are drawn

@@ -13,8 +13,9 @@ Note [Three buffers]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,10 +49,12 @@ class Bucket(FlatBucket):
     Attributes:
         optimizer_steps: steps of torch's optimizers in this process.
         leaves: another object whenever there are new unsharded parameters, or others of them require gradients.
+        watch: see `watching_gathers`.
     """
 
     optimizer_steps = 0
     eight_bit_states = True
+    watch: ClassVar[Callable[[str, torch.Tensor, torch.Tensor, Any], None] | None] = None
     parameters: list[ManagedParameter]
 
     def __init__(
@@ -295,6 +298,8 @@ class Bucket(FlatBucket):
 
     def show_unsharded(self) -> None:
         """Register the unsharded parameters in the modules."""
+        if Bucket.watch is not None and self.source is not None and self.axes.shard_size > 1:
+            Bucket.watch(self.owner, self.source, self.full_alias, self.axes.shard_group)
         self.source = None
         if self.version is not None:
             set_versions((self.full,), self.version)
@@ -345,6 +350,23 @@ class Bucket(FlatBucket):
     def _versions(self) -> list[int]:
         with without_torch_function():
             return [get_version(parameter.sharded) for parameter in self.parameters]
+
+
+@contextlib.contextmanager
+def watching_gathers(see: Callable[[str, torch.Tensor, torch.Tensor, Any], None]) -> Iterator[None]:
+    """Call a function with each all-gather of parameters that has arrived, before a module computes with it.
+
+    Those of the shards that `reshard_after_forward` keeps of fewer ranks are not seen.
+
+    Args:
+        see: called with the name of the group of parameters, what this rank has sent, what has arrived from all ranks,
+            one after the other, and the process group.
+    """
+    before, Bucket.watch = Bucket.watch, see
+    try:
+        yield
+    finally:
+        Bucket.watch = before
 
 
 class Copied:

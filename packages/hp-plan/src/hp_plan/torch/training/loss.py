@@ -32,6 +32,7 @@ def backward_loss(
     begins: Callable[[int], None] | None = None,
     objective: Objective | None = None,
     measured: Callable[[T], None] | None = None,
+    part: int | None = None,
 ) -> T | None:
     """Compute the loss of this rank's samples, one micro-batch after the other, and add its gradients.
 
@@ -45,6 +46,7 @@ def backward_loss(
         begins: called with the number of each micro-batch before it.
         objective: of the plan, if its loss is not the model's own.
         measured: called with what the objective measures of this rank's samples, a mean for each of its names.
+        part: of the batch, whose samples these are: random draws follow it. None is this rank's own.
 
     Returns:
         The loss, whose mean over ranks with other samples is the step's; of a model in stages None on ranks without the
@@ -55,7 +57,8 @@ def backward_loss(
     """
     rows = cut_rows(plan, len(tokens))
     if objective is not None:
-        return _backward_objective(plan, model, rows, batch_of(tokens, labels, positions), objective, begins, measured)
+        batch, begin = batch_of(tokens, labels, positions), _drawing(plan, len(rows), part, begins)
+        return _backward_objective(plan, model, rows, batch, objective, begin, measured)
     shares, items = _shares(plan, model, labels, rows)
     inputs = loss_inputs(plan, tokens)
     if labels is not None and (items or not _all_count(labels)):
@@ -66,18 +69,32 @@ def backward_loss(
         divisor = torch.tensor(shares.divisor, dtype=torch.float64, device=tokens.device)
         inputs["num_items_in_batch"] = divisor
     if isinstance(model, PipelinedModel):
-        draws(plan, len(rows))(0)
+        draws(plan, len(rows), part=part)(0)
         losses = model.run(**inputs)
         return torch.stack(losses).mean().detach() if losses else None
 
-    def loss_of(part: slice, number: int) -> T:
-        own = {name: value[part] if of_samples(value) else value for name, value in inputs.items()}
+    def loss_of(micro: slice, number: int) -> T:
+        own = {name: value[micro] if of_samples(value) else value for name, value in inputs.items()}
         with _sees_items(model) if items and plan.mesh.cp == 1 else contextlib.nullcontext():
             loss = model(**own)["loss"]
         weight = 1.0 if items else shares.weights[number]
         return loss if weight == 1.0 else loss * weight
 
-    return _backward(plan, model, rows, loss_of, begins) * shares.scale
+    return _backward(plan, model, rows, loss_of, _drawing(plan, len(rows), part, begins)) * shares.scale
+
+
+def _drawing(
+    plan: ParallelPlan, count: int, part: int | None, begins: Callable[[int], None] | None
+) -> Callable[[int], None]:
+    """Return what is called with the number of each micro-batch before it: it begins the micro-batch's draws."""
+    draw = draws(plan, count, part=part)
+
+    def begin(number: int) -> None:
+        draw(number)
+        if begins is not None:
+            begins(number)
+
+    return begin
 
 
 def _backward_objective(
@@ -86,7 +103,7 @@ def _backward_objective(
     rows: list[slice],
     batch: dict[str, T],
     objective: Objective,
-    begins: Callable[[int], None] | None,
+    begins: Callable[[int], None],
     measured: Callable[[T], None] | None,
 ) -> T:
     """See Note [Sums over pairs and labels] in `hp_plan.torch.training.objectives`."""
@@ -111,16 +128,14 @@ def _backward(
     model: Any,
     rows: list[slice],
     loss_of: Callable[[slice, int], T],
-    begins: Callable[[int], None] | None,
+    begins: Callable[[int], None],
 ) -> T:
     """Go backward from the loss of each micro-batch, and return their sum."""
-    draw, total = draws(plan, len(rows)), None
+    total = None
     with _reduced_at_end(plan, model, len(rows)) as begin:
         for number, part in enumerate(rows):
             begin(number)
-            draw(number)
-            if begins is not None:
-                begins(number)
+            begins(number)
             loss = loss_of(part, number)
             loss.backward()
             addend = _addend(loss) if plan.run.deterministic else loss.detach().double()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -145,7 +145,9 @@ class Capture:
             return
         stages = stages_of(self._model)
         if not self._chosen:  # now hooks, compilers and adapters are in place
-            self._chosen = {index: self._modules(stage) for index, stage in stages.items()}
+            self._chosen = {
+                index: chosen_modules(self._plan, stage, self._section.names) for index, stage in stages.items()
+            }
         with contextlib.ExitStack() as stack:
             for index, stage in stages.items():
                 order = forwards(self._model, index) if isinstance(self._model, PipelinedModel) else ()
@@ -154,26 +156,6 @@ class Capture:
                     for handle in after_forward(module, self._hook(name, on_parts, index)):
                         stack.callback(handle.remove)
             yield lambda micro: self._micro.update(dict.fromkeys(stages, micro))
-
-    def _modules(self, stage: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
-        """Return the modules of a stage that are read, and whether each computes on local parts without a layout.
-
-        They are those named, else all without others inside.
-
-        Of what is compiled the outermost module is read, and nothing of what stands for other stages.
-        """
-        modules = dict(base(stage).named_modules())
-        compiled = [name for name in modules if any(matches(each, name) for each in self._plan.compile.blocks)]
-        inside = tuple(f"{name}." for name in compiled)
-        chosen = {}
-        for name, module in modules.items():
-            named = any(matches(pattern, name) for pattern in self._section.names)
-            leaf = next(module.children(), None) is None or name in compiled
-            if (named if self._section.names else leaf) and name and not name.startswith(inside):
-                chosen[name] = module
-        parts = [name for name, module in modules.items() if runs_on_parts(module)]
-        own = {name: any(name == each or name.startswith(f"{each}.") for each in parts) for name in chosen}
-        return {name: (module, own[name]) for name, module in chosen.items() if not is_stand_in(module)}
 
     def _hook(self, name: str, on_parts: bool, index: int) -> Callable[[Any], None]:
         def see(output: Any) -> None:
@@ -310,6 +292,35 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     wide = tensor.ndim > 1 and tensor.shape[-1] * tensor.element_size() % 8 == 0
     words = tensor.view(torch.int64 if wide else _WORDS[tensor.element_size()])
     return words.sum(dtype=torch.int64)
+
+
+def chosen_modules(
+    plan: ParallelPlan, stage: nn.Module, patterns: Sequence[str] = (), *, owners: bool = False
+) -> dict[str, tuple[nn.Module, bool]]:
+    """Return the modules of a stage that are read, and whether each computes on local parts without a layout.
+
+    They are those named, else all without others inside. Of what is compiled the outermost module is read, and nothing
+    of what stands for other stages.
+
+    Args:
+        plan: of the model.
+        stage: or the whole model.
+        patterns: of names; none chooses those without others inside.
+        owners: with them, those that have parameters of their own.
+    """
+    modules = dict(base(stage).named_modules())
+    compiled = [name for name in modules if any(matches(each, name) for each in plan.compile.blocks)]
+    inside = tuple(f"{name}." for name in compiled)
+    chosen = {}
+    for name, module in modules.items():
+        named = any(matches(pattern, name) for pattern in patterns)
+        leaf = next(module.children(), None) is None or name in compiled
+        leaf = leaf or (owners and next(module.parameters(recurse=False), None) is not None)
+        if (named if patterns else leaf) and name and not name.startswith(inside):
+            chosen[name] = module
+    parts = [name for name, module in modules.items() if runs_on_parts(module)]
+    own = {name: any(name == each or name.startswith(f"{each}.") for each in parts) for name in chosen}
+    return {name: (module, own[name]) for name, module in chosen.items() if not is_stand_in(module)}
 
 
 def _is_moment(state: Any, parameter: torch.Tensor) -> bool:

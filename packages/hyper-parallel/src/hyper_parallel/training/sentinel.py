@@ -1,0 +1,246 @@
+"""Silent data corruption in a run: when copies and computations are compared, and what follows.
+
+Note [What follows a corruption]
+    A replay comes before the update, so a step whose computations differ is computed anew, with the same samples and
+    the same random numbers, until two computations agree. The rotated computation comes first and the step's own last,
+    so the gradients that stay are the step's. Copies are compared after the update: most overwrite the few. What can't
+    be mended, or comes three times at one step, ends the run on all ranks, and nothing is saved after it. Ranks that
+    compare copies hear of it at once, all others with the numbers of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hp_checkpoint.extend import Ranks
+from hp_plan import Corruption, CorruptionError, ParallelPlan, Verdict
+from hp_plan.extend import COMPUTATIONS, WEIGHT, Computed, Finding, Rotation, Unequal, first_difference, vote
+from hyper_parallel.data import Rows
+from hyper_parallel.port import Trainer
+from hyper_parallel.reports.output import CORRUPTIONS
+
+MOST_RESTORES = 3
+"""At one step."""
+
+
+class Sentinel:
+    """What `[sdc]` of a plan compares, on this rank.
+
+    Args:
+        plan: the run's.
+        trainer: of its model.
+        ranks: of the run.
+        folder: of the run, where rank 0 writes what is found.
+        rows_of: returns the samples of the step under way that belong to a part of the batch.
+    """
+
+    def __init__(
+        self, plan: ParallelPlan, trainer: Trainer, ranks: Ranks, folder: Path, *, rows_of: Callable[[int], Rows]
+    ) -> None:
+        self._section, self._trainer, self._ranks, self._rows_of = plan.sdc, trainer, ranks, rows_of
+        self._path, self._rotation = folder / CORRUPTIONS, Rotation(plan)
+        names = ranks.agree(socket.gethostname().encode, "naming hosts")
+        self._hosts = [name.decode() for name in names]
+        self._own: list[tuple[Corruption, bool]] = []  # of copies; True ends the run
+        self._told: set[tuple[int, str]] = set()
+        self._replayed = self._compared = False
+        self._clean = 0  # the last step whose computations agreed
+        self.found: list[Corruption] = []
+
+    def gradients(self, step: int, rows: Rows, begin: Callable[[], None]) -> tuple[Any, Any]:
+        """Compute the gradients of a step as `Trainer.gradients` does, and more than once where it is to be replayed.
+
+        Args:
+            step: from 1.
+            rows: this rank's samples.
+            begin: seeds random numbers, before each computation.
+
+        Raises:
+            CorruptionError: on all ranks: a computation can't be repeated, or was wrong more often than it is restored.
+        """
+        every = self._section.replay_every
+        if not every or (self._replayed and (step - 1) % every):
+            begin()
+            return self._trainer.gradients(rows)
+        replay = self._trainer.replay
+        assert replay is not None
+        buffers = replay.copy_buffers()
+        for attempt in range(MOST_RESTORES + 1):
+            own, result = self._both(step, rows, begin, buffers)
+            if own is None:
+                self._replayed, self._clean = True, step
+                return result
+            if not self._replayed:
+                self._refuse(step, own)
+            last, (_, norm) = self._computed(COMPUTATIONS - 1, begin, buffers)
+            if not math.isfinite(float(result[1])) and not math.isfinite(float(norm)):
+                break  # NaNs have many bits, and a report of their own
+            findings = vote(self._rotation, self._share([*own, last]))
+            fatal = self._section.on_fault != "report" and (
+                attempt == MOST_RESTORES or any(each.verdict is not Verdict.TRANSIENT for each in findings)
+            )
+            action = "computed again" if self._section.on_fault != "report" else "reported"
+            told = [self._corruption(step, each, "the run ends" if fatal else action) for each in findings]
+            self._tell(told)
+            if fatal:
+                self._end(step, told, attempt)
+            if self._section.on_fault == "report":
+                break
+        begin()
+        replay.put_buffers(buffers)
+        return self._trainer.gradients(rows)
+
+    def _both(
+        self, step: int, rows: Rows, begin: Callable[[], None], buffers: Any
+    ) -> tuple[list[Computed] | None, Any]:
+        """Compute the next copy's samples, then this rank's; return what was read of both where anything differs."""
+        other, _ = self._computed(1, begin, buffers)
+        own, result = self._computed(0, begin, buffers, rows)
+        ends = any(ends for _, ends in self._own)
+        numbers = json.dumps([own.digest, other.digest, bool(own.wires or other.wires), ends]).encode()
+        everyone = [json.loads(each) for each in self._ranks.agree(lambda: numbers, "comparing computations")]
+        if any(each[3] for each in everyone):  # copies of the step before differ, so that all computations do
+            self.settle(step - 1, found=True)
+        alike = all(
+            everyone[each][1] == everyone[self._rotation.counterpart(each, 1)][0] and not everyone[each][2]
+            for each in range(self._ranks.size)
+        )
+        return (None if alike else [own, other]), result
+
+    def _computed(
+        self, number: int, begin: Callable[[], None], buffers: Any, rows: Rows | None = None
+    ) -> tuple[Computed, tuple[Any, Any]]:
+        """Compute the samples of a copy, or this rank's own: Note [Rotation] in `hp_plan.checks.sdc.rotation`."""
+        replay, part = self._trainer.replay, self._rotation.place(self._ranks.rank, number)
+        assert replay is not None
+        begin()
+        replay.put_buffers(buffers)
+        with replay.reading(part if rows is None else None):
+            result = self._trainer.gradients(self._rows_of(part) if rows is None else rows)
+        return replay.take(result[0]), result
+
+    def _share(self, own: list[Computed]) -> list[list[Computed]]:
+        """Return what all ranks have read, by rank and computation."""
+        text = json.dumps([each.encode().decode() for each in own]).encode()
+        shared = self._ranks.agree(lambda: text, "comparing computations")
+        return [[Computed.decode(each.encode()) for each in json.loads(texts)] for texts in shared]
+
+    def _refuse(self, step: int, own: list[Computed]) -> None:
+        """End a run whose first step can't be repeated."""
+        everyone = self._share(own)
+        others = {rank: everyone[self._rotation.counterpart(rank, 1)][0] for rank in range(self._ranks.size)}
+        first = first_difference({rank: each[1] for rank, each in enumerate(everyone)}, others)
+        wired = [(rank, each.wires[0]) for rank, two in enumerate(everyone) for each in two if each.wires]
+        if first is not None:
+            ranks, name, bits = first
+            where: Any = "compute"
+        else:
+            (rank, (name, sender, sent, arrived)), *_ = wired
+            ranks, name, bits, where = (rank,), f"{name} from rank {sender}", (arrived, sent), "wire"
+        finding = Finding(ranks, where, name, Verdict.IRREPRODUCIBLE, bits)
+        corruption = self._corruption(step, finding, "the run ends")
+        self._tell([corruption])
+        raise CorruptionError(
+            f"[sdc] replay_every = {self._section.replay_every}: {name} is not reproducible on this device: the same"
+            f" samples gave other bits on rank {ranks[0]} ({self._hosts[ranks[0]]}) than on rank"
+            f" {self._rotation.counterpart(ranks[0], 1)} in step {step}, the first of this run. Set [run] deterministic"
+            " = true, or leave replay_every out; where it is set, one of these two devices may be faulty",
+            (corruption,),
+        )
+
+    def compare(self, step: int) -> int:
+        """Compare copies of weights and states after an update, and mend them; return how many were wrong.
+
+        Args:
+            step: that was updated.
+        """
+        replicas = self._trainer.replicas
+        if replicas is None:
+            return 0
+        restores = self._section.on_fault != "report"
+        unequal = replicas.compare()
+        for attempt in range(1, MOST_RESTORES + 1):
+            if not unequal:
+                break
+            first, left = not self._compared, attempt < MOST_RESTORES
+            ends = restores and (first or not left or not all(each.decided for each in unequal))
+            self._note(step, unequal, first=first, ends=ends, action="taken from another rank" if restores else "")
+            if ends or not restores:
+                break
+            replicas.mend(unequal)
+            unequal = replicas.compare()
+        self._compared = True
+        return len(self._own)
+
+    def _note(self, step: int, unequal: list[Unequal], *, first: bool, ends: bool, action: str) -> None:
+        """Keep what there is to tell of unequal copies, on the first rank that holds one."""
+        for each in unequal:
+            place = (each.column.identity, each.column.key)
+            if self._ranks.rank != min(each.sums) or (not action and place in self._told):
+                continue
+            self._told.add(place)
+            where: Any = "weight" if each.column.key == WEIGHT else "moment"
+            name = each.column.name if where == "weight" else f"{each.column.name}/{each.column.key}"
+            wrong = each.wrong
+            others = [own for rank, own in each.sums.items() if rank not in wrong][:1]
+            bits = (*(each.sums[rank] for rank in wrong), *others)
+            verdict = Verdict.IRREPRODUCIBLE if first else each.verdict
+            hosts = tuple(self._hosts[rank] for rank in wrong)
+            said = "the run ends" if ends else action or "reported"
+            self._own.append((Corruption(step, wrong, hosts, where, name, verdict, bits, said), ends))
+
+    def settle(self, step: int, found: bool) -> tuple[str, ...]:
+        """Tell on all ranks what copies of a step differed; return what was found in the step, as text.
+
+        Args:
+            step: whose numbers are there.
+            found: some rank has found something; alike on all.
+
+        Raises:
+            CorruptionError: on all ranks: copies can't be mended.
+        """
+        if found:
+            mine, self._own = self._own, []
+            text = json.dumps([(each.to_dict(), ends) for each, ends in mine]).encode()
+            shared = self._ranks.agree(lambda: text, "sharing what copies differ")
+            told = [(Corruption.from_dict(each), ends) for texts in shared for each, ends in json.loads(texts)]
+            self._tell([each for each, _ in told])
+            ending = [each for each, ends in told if ends]
+            if ending:
+                self._end(ending[0].step, ending, MOST_RESTORES)
+        texts = tuple(str(each) for each in self.found if each.step <= step)
+        self.found = [each for each in self.found if each.step > step]
+        return texts
+
+    def _corruption(self, step: int, finding: Finding, action: str) -> Corruption:
+        hosts = tuple(self._hosts[rank] for rank in finding.ranks)
+        return Corruption(
+            step, finding.ranks, hosts, finding.where, finding.name, finding.verdict, finding.bits, action
+        )
+
+    def _tell(self, corruptions: list[Corruption]) -> None:
+        """Keep what was found for the step's line, and write it down."""
+        self.found += corruptions
+        if self._ranks.rank == 0:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(each.to_dict()) + "\n" for each in corruptions)
+
+    def _end(self, step: int, corruptions: list[Corruption], restored: int) -> None:
+        """End the run on all ranks."""
+        texts = "; ".join(str(dataclasses.replace(each, action="")) for each in corruptions[:4])
+        if any(each.verdict is Verdict.IRREPRODUCIBLE for each in corruptions):
+            fix = "copies differ after the first step: set [run] deterministic = true, or leave sdc.replicas out"
+        elif any(each.verdict is Verdict.UNDECIDED for each in corruptions):
+            fix = "nobody knows which is right: go on from a checkpoint, with three copies or more (mesh.dp_replicate)"
+        elif any(each.verdict is Verdict.PERSISTENT for each in corruptions):
+            fix = "take the host out, and go on from a checkpoint by --resume auto"
+        else:
+            fix = f"it came back {restored} times in this step: take the host out, and go on from a checkpoint"
+        checked = f"; the last step whose computations agreed is {self._clean}" if self._section.replay_every else ""
+        raise CorruptionError(f"{texts}; step {step} is not saved{checked}; {fix}", tuple(corruptions))
