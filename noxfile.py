@@ -81,8 +81,6 @@ SUPPORT_TESTS = (  # of what rests on transformers' and safetensors' own names
 EXAMPLES = {"torch": "examples/qwen3_fsdp_tp.toml", "mindspore": "examples/mindspore_qwen3_fsdp_tp.toml"}
 LOOPS = {"fabric": ("lightning",), "ray": ("ray[train]",), "trl": ("trl",)}
 """Libraries with loops of their own, to compare with; each has a test_<name>.py in hyper-parallel."""
-FLOAT8 = ("torch-cpu", "torch-cuda")
-"""Backends with products in eight bits by torchao, which tests skip where it is missing."""
 CI = ("torch-cpu", "torch-npu-sim", "mindspore-cpu")  # they need no device, so two tests may run at a time
 
 
@@ -108,8 +106,6 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
         "hyper-parallel": ("pyarrow", "peft", "griffelib"),
     }
     wanted = [each for name in packages for each in libraries.get(name, ())] if framework == "torch" else []
-    if backend in FLOAT8:
-        wanted.append("torchao")
     others = ("pytest-xdist", *requirements, *wanted)
     install(session, *packages, extras=f"[{framework},test]", others=others, framework=framework)
     named = any(argument.startswith("packages/") for argument in session.posargs)
@@ -124,7 +120,22 @@ def run_tests(session: nox.Session, backend: str, packages: list[str]) -> None:
 @nox.parametrize("backend", [nox.param(name, id=name, tags=[name]) for name in BACKENDS])
 def tests(session: nox.Session, backend: str) -> None:
     """Tests every package in one process on one backend."""
+    if backend == "torch-cpu" and not session.posargs:
+        session.notify("low_precision")
     run_tests(session, backend, PACKAGES)
+
+
+@nox.session(default=False)
+def low_precision(session: nox.Session) -> None:
+    """Tests products in eight bits, apart from the others: transformers imports torchao where that is installed."""
+    install(session, *PACKAGES, extras="[torch,test]", others=("pytest-xdist", "peft", "torchao"))
+    files = [
+        path for path in sorted(ROOT.glob("packages/*/tests/**/test_*.py")) if "torchao" in path.read_text("utf-8")
+    ]
+    workers = ("--numprocesses=2", "--dist=worksteal")
+    warns = ("-W", "ignore:invalid escape sequence")  # as Python compiles torchao 0.18
+    arguments = session.posargs or ("--backend", "torch-cpu", *workers)
+    session.run("python", "-m", "pytest", *map(str, files), *warns, *arguments)
 
 
 @nox.session(tags=["smoke"], default=False)

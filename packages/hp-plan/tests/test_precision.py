@@ -15,7 +15,7 @@ from hp_plan.checks.precision import left_out_layers, low_precision_layers
 from hp_plan.port import models
 from hp_testing import device_type, on_ranks
 
-pytest.importorskip("torchao", reason="needs torchao: pip install hyper-parallel[fp8]")
+pytest.importorskip("torchao", reason="needs torchao: nox -s low_precision")
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
 LLAMA = {"config": "LlamaConfig", "overrides": {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}}

@@ -22,7 +22,7 @@ from hp_styles import (
 )
 from hp_testing import device_type, on_ranks
 
-pytest.importorskip("torchao", reason="needs torchao: pip install hyper-parallel[fp8]")
+pytest.importorskip("torchao", reason="needs torchao: nox -s low_precision")
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 TOKENS = 48
