@@ -16,6 +16,7 @@ from hp_dtensor.torch.extend import local_view
 from hp_fsdp.torch.groups import bucket
 from hp_plan import CorruptionError
 from hp_platform import get_platform
+from hyper_parallel.supervision.run_end import DivergedError
 from hyper_parallel.torch.trainer import Trainer
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -168,7 +169,7 @@ def run_corrupted(
         with planted(fault):
             try:
                 run(own, mesh, steps, model, changed={"sdc": sdc, **changed})
-            except CorruptionError as error:
+            except (CorruptionError, DivergedError) as error:  # a reported flip may leave no finite loss
                 (own / f"error-{get_platform().groups.rank()}").write_text(str(error))
 
 
