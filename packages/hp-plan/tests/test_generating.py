@@ -198,6 +198,35 @@ def test_what_is_not_given_is_refused():
 
 
 @on_ranks(2)
+def test_ranks_that_share_a_model_do_not_draw_apart():
+    model = apply(build_model(plan_of(tp=2), device=device_type()), plan_of(tp=2))
+    ids, mask = prompts(2)
+    with generating(model), pytest.raises(ValueError, match="would draw different tokens"):
+        model.generate(ids, attention_mask=mask, do_sample=True, **OPTIONS)
+
+
+@on_ranks(1)
+def test_what_fills_a_stopped_text_up_does_not_count():
+    model = build_model(plan_of(), device=device_type())
+    ids, mask = prompts(2)
+
+    def first_row_after_two(texts, scores, **options):
+        return torch.tensor([texts.shape[1] >= ids.shape[1] + 2, False], device=texts.device)
+
+    stops = {"stopping_criteria": [first_row_after_two], "do_sample": False, **OPTIONS, "eos_token_id": 36}
+    with generating(model) as generation:
+        model.generate(ids, attention_mask=mask, **stops)
+        assert generation.counts.sum(1).tolist() == [2, 7]
+        assert not generation.log_probabilities[0, 2:].any()
+        whole = generation.report()
+        model.generate(ids, **stops)  # transformers finds the padding by itself
+        assert generation.report().largest < 1e-6
+        with pytest.raises(ValueError, match="candidates of an assistant"):
+            model.generate(ids, attention_mask=mask, prompt_lookup_num_tokens=3, **stops)
+    assert whole.tokens == 9 and whole.largest < 1e-6
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"cp": 2}], ids=["pp", "cp"])
 def test_axes_that_do_not_generate_are_refused(mesh):
     model = build_parallel_model(plan_of(**mesh))

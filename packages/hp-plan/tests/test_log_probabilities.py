@@ -155,3 +155,11 @@ def test_axes_that_cut_texts_are_refused(mesh):
     model = build_parallel_model(plan_of(overrides=overrides, **mesh))
     with pytest.raises(NotImplementedError, match=next(iter(mesh))):
         log_probabilities(model, texts())
+
+
+@on_ranks(2)
+def test_a_head_that_is_gathered_by_itself_is_refused():
+    table = plan_of(dp_shard=2).to_dict() | {"fsdp": {"groups": ["model.layers.*", "lm_head"]}}
+    model = build_parallel_model(ParallelPlan.from_dict(table))
+    with pytest.raises(NotImplementedError, match="a group of fully_shard of its own"):
+        log_probabilities(model, texts())

@@ -24,17 +24,15 @@ def kept_gathered(model: Any, most: int | None = None) -> Iterator[list[str]]:
     Yields:
         The names of the groups that stay gathered: the outermost first, then in order, as long as they fit.
     """
-    before, names, left = [], [], most
-    for group in model._groups(True):
-        before.append((group, group.reshard_after_forward))
-        nbytes = sum(explaining().bytes_of(bucket).gathered for bucket in group.buckets)
-        if left is None or nbytes <= left:
-            left = None if left is None else left - nbytes
-            group.reshard_after_forward = False
-            names.append(group.name)
-        else:
-            group.reshard_after_forward = True
+    before, names, left = [(group, group.reshard_after_forward) for group in model._groups(True)], list[str](), most
     try:
+        for group, _ in before:
+            nbytes = sum(explaining().bytes_of(bucket).gathered for bucket in group.buckets)
+            stays = left is None or nbytes <= left
+            group.reshard_after_forward = not stays
+            if stays:
+                left = None if left is None else left - nbytes
+                names.append(group.name)
         yield names
     finally:
         for group, reshards in before:

@@ -27,13 +27,18 @@ def claim(module: Any, style: ParallelStyle) -> None:
     Raises:
         RuntimeError: another has, so that its inputs and outputs would be converted twice.
     """
-    before = getattr(module, "_parallel_style", None)
+    before = style_of(module)
     if before is not None:
         raise RuntimeError(
             f"{type(module).__name__} has the style {before} already, {style!r} would convert its inputs and outputs "
             "a second time; apply only one style that shards parameters to a module"
         )
     module._parallel_style = repr(style)
+
+
+def style_of(module: Any) -> str | None:
+    """Return the style that has distributed a module's parameters, as text; None where none has."""
+    return getattr(module, "_parallel_style", None)
 
 
 _applied: ContextVar[tuple[int | None, str]] = ContextVar("applied", default=(0, ""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hp_styles.base import applied_name, claim
+from hp_styles.base import applied_name, claim, style_of
 from hp_styles.context.plan import DegreeError, chunks_of, kv_copies, split_degrees
 from hp_styles.inputs import hook
 from hp_styles.names import ALIASES, STYLES, canonical, sequence_parallel_plan
@@ -21,4 +21,5 @@ __all__ = [
     "runs_on_parts",
     "sequence_parallel_plan",
     "split_degrees",
+    "style_of",
 ]

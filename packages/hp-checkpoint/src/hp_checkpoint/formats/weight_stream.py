@@ -4,7 +4,8 @@ Note [A stream is left together]
     The ranks agree before each bucket, and after the last one. A rank that leaves its loop early, by `break`, an
     exception or `close()`, joins the next agreement once and says so; there all others raise a `CheckpointError` that
     names it. It waits until they come to that agreement, so nobody waits for a rank that does something else. Where all
-    ranks leave in one bucket nobody is left to raise. So is a rank heard that has no memory for a bucket.
+    ranks leave in one bucket nobody is left to raise. So is a rank heard that has no memory for whole tensors of a
+    bucket; what fails while bytes are on their way is heard as a lost rank is, within the group's time limit.
 
 Note [Memory of a stream]
     A bucket is half whole tensors, and a quarter bytes on their way: with what a backend copies of these it is never
@@ -61,7 +62,8 @@ def stream_weights(
         ValueError: an argument that is none of the above, or ranks that pass different ones; on all ranks, from the
             call.
         TypeError: a tensor whose layout or dtype is not known.
-        CheckpointError: some rank left its loop early, or failed; on all ranks that have not left.
+        CheckpointError: some rank left its loop early, or has no memory for whole tensors; on all ranks that have
+            not left.
     """
     everyone = Ranks()
     states: list[Any] = []

@@ -37,7 +37,8 @@ def check_precision(plan: ParallelPlan) -> list[Diagnostic]:
         message = f"{got} with communication.async_tensor_parallel, whose product is in the dtype of the model"
         diagnostics.append(Diagnostic(key, message, "leave the one or the other out"))
     rows = plan.data.batch_size * plan.data.width // plan.mesh.data_parallel
-    tokens = rows // (plan.pipeline.micro_batches or rows if plan.mesh.pp > 1 else 1) * plan.data.sequence_length
+    parts = (plan.pipeline.micro_batches or rows) if plan.mesh.pp > 1 else plan.run.accumulate
+    tokens = rows // parts * plan.data.sequence_length
     tokens //= plan.mesh.cp
     if plan.optimizer.name == "adamw8bit":
         message = f"{got} with adamw8bit, whose states are cut in blocks of 256 elements: verify can't compare the two"

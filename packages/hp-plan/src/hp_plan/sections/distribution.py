@@ -202,7 +202,7 @@ class PrecisionSection:
         exclude: patterns of Linear layers, or of modules around them, that stay in the dtype of the model. None: the
             output layer, and routers of experts. Experts, attention and adapters stay in any case.
         all_gather: `float8` gathers the weights of these layers as the bytes that are multiplied, a quarter of
-            float32's; with `float8-tensorwise`, whose scales are then reduced once a step.
+            float32's; with `float8-tensorwise`, whose scales are then reduced once a forward.
         kernels: `auto` multiplies by the device's products in eight bits, and is refused where it has none; `emulated`
             by products of the same numbers in float32, on any device, which is slow and the same on all.
     """

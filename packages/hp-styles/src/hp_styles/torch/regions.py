@@ -153,13 +153,16 @@ def around(module: torch.nn.Module, run: Callable[..., Any]) -> None:
 def as_computed(module: torch.nn.Module) -> Iterator[None]:
     """Inside, a module with a style returns what its forward computes: its style's output layout is left out."""
     hooks = module._forward_hooks
-    of_styles = {key: call for key, call in hooks.items() if isinstance(getattr(call, "__self__", None), NotPickled)}
-    for key in of_styles:
-        del hooks[key]
+    before = dict(hooks)
+    for key, call in before.items():
+        if isinstance(getattr(call, "__self__", None), NotPickled):
+            del hooks[key]
     try:
         yield
-    finally:
-        hooks.update(of_styles)
+    finally:  # in the order that they had
+        added = {key: call for key, call in hooks.items() if key not in before}
+        hooks.clear()
+        hooks.update(before | added)
 
 
 def _mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -23,8 +23,13 @@ from hp_fsdp.extend import kept_gathered
 from hp_pipeline import PipelinedModel
 from hp_plan.torch.generation.log_probabilities import log_probabilities
 from hp_platform import get_platform
+from hp_styles.extend import style_of
 
 T = torch.Tensor
+_ASSISTED = (
+    "generating: what candidates of an assistant or of a lookup in the prompt are worth is not recorded; leave out"
+    " assistant_model and prompt_lookup_num_tokens"
+)
 _64 = (1 << 64) - 1
 
 
@@ -109,9 +114,11 @@ class Generation:
         if not batch:  # transformers takes no batch of none: a text that ends at once stands in, and is dropped
             prompts, samples = prompts.new_zeros((1, max(prompts.shape[1], 1))), None if samples is None else [0]
             options |= {"attention_mask": torch.ones_like(prompts), "stopping_criteria": [_ends_at_once]}
-        recorder = _Recorder(self._seed, samples)
+        if options.get("assistant_model") is not None:
+            raise ValueError(_ASSISTED)
         owner: Any = self._model
-        inner = owner._get_logits_processor
+        recorder = _Recorder(self._seed, samples, shared=any(map(style_of, owner.modules())))
+        inner, inner_stops = owner._get_logits_processor, owner._get_stopping_criteria
 
         @functools.wraps(inner)
         def with_recorder(generation_config: Any, *args: Any, **options: Any) -> Any:
@@ -122,17 +129,22 @@ class Generation:
                 processors.append(recorder.draw)
             return processors
 
-        owner._get_logits_processor = with_recorder
+        def with_stops(*args: Any, **options: Any) -> Any:
+            return recorder.watched(inner_stops(*args, **options))
+
+        owner._get_logits_processor, owner._get_stopping_criteria = with_recorder, with_stops
         try:
             output = original(*([] if prompts is None else [prompts]), *rest, **options)
         finally:
-            del owner._get_logits_processor
+            del owner._get_logits_processor, owner._get_stopping_criteria
         if not batch:
             output = output[:0] if isinstance(output, torch.Tensor) else output.sequences[:0]
         sequences: T = output if isinstance(output, torch.Tensor) else output.sequences
         self.sequences = sequences
         self.log_probabilities, self.counts = recorder.end(sequences)
         mask = options.get("attention_mask")
+        if mask is None and isinstance(prompts, torch.Tensor):
+            mask = recorder.inferred_mask(prompts)
         each = len(sequences) // len(mask) if mask is not None and batch else 1
         self._mask = None if mask is None else mask[: len(sequences)].repeat_interleave(each, 0)
         return output
@@ -145,8 +157,10 @@ def _ends_at_once(ids: T, scores: Any, **options: Any) -> T:
 class _Recorder:
     """Notes log-probabilities as tokens are chosen, and chooses them; see Note [Draws by number]."""
 
-    def __init__(self, seed: int | None, samples: Sequence[int] | None) -> None:
-        self._seed, self._samples = seed, samples
+    def __init__(self, seed: int | None, samples: Sequence[int] | None, *, shared: bool) -> None:
+        self._seed, self._samples, self._shared = seed, samples, shared
+        self._stopped: list[T] = []
+        self._padding: T | None = None
         self._found: list[T] = []
         self._before: T | None = None
         self._prompt = -1
@@ -160,9 +174,17 @@ class _Recorder:
         Raises:
             ValueError: numbers of prompts are missing, or there is nothing to draw by them.
         """
+        if config.get_generation_mode() == "assisted_generation":
+            raise ValueError(_ASSISTED)
         self._beams = (config.num_beams or 1) > 1
+        self._padding = getattr(config, "_pad_token_tensor", None)
         self._ends = getattr(config, "_eos_token_tensor", None)
         self.draws = bool(config.do_sample) and self._seed is not None
+        if config.do_sample and self._seed is None and self._shared and get_platform().groups.size() > 1:
+            raise ValueError(
+                "generate: ranks that share a model (styles) would draw different tokens of one prompt, each by its own"
+                " generator; pass generating(seed=)"
+            )
         if self.draws and self._beams:
             raise ValueError("generating(seed=): beams are not drawn by number; take num_beams=1, or no seed")
         if self.draws and self._samples is None:
@@ -173,6 +195,27 @@ class _Recorder:
                 )
         if self._samples is not None and not self.draws:
             raise ValueError("generate: samples= is for do_sample=True inside generating(model, seed=...)")
+
+    def watched(self, criteria: Any) -> Any:
+        """Return the criteria that stop texts, which note what they say."""
+        stopped = self._stopped
+
+        class Watched(type(criteria)):
+            def __call__(self, *args: Any, **options: Any) -> T:
+                done = super().__call__(*args, **options)
+                stopped.append(done)
+                return done
+
+        return Watched(criteria)
+
+    def inferred_mask(self, prompts: T) -> T | None:
+        """Return the mask that transformers makes of prompts that come without one."""
+        pad, ends = self._padding, self._ends
+        if pad is None or not bool(torch.isin(prompts, pad.to(prompts.device)).any()):
+            return None
+        if ends is not None and bool(torch.isin(ends, pad).any()):
+            return None
+        return prompts.ne(pad.to(prompts.device)).long()
 
     def look(self, ids: T, scores: T) -> T:
         """Note the log-probabilities of the next token, before any filter."""
@@ -212,10 +255,8 @@ class _Recorder:
         elif self._before is not None:
             self._found.append(self._before[:, :1])
         found = torch.cat(self._found, 1)[: len(new), : new.shape[1]]
-        over = torch.zeros_like(new, dtype=torch.bool)
-        if self._ends is not None:
-            ends = torch.isin(new, self._ends.to(new.device))
-            over = (ends.long().cumsum(1) - ends.long()) > 0
+        stops = torch.stack(self._stopped, 1)[: len(new), : new.shape[1]].long()
+        over = (stops.cumsum(1) - stops) > 0  # after a stop transformers fills up
         return torch.where(over, 0.0, found), ~over
 
 
@@ -260,7 +301,8 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
 
     Raises:
         NotImplementedError: a model in stages, with `cp`, or without `generate`.
-        ValueError: a negative number of bytes.
+        ValueError: a negative number of bytes. `generate` raises it for what is drawn or recorded wrongly: no `seed`
+            where ranks share a model, no `samples` on several ranks, beams with a seed, candidates of an assistant.
     """
     if isinstance(model, PipelinedModel):
         raise NotImplementedError(
@@ -275,8 +317,9 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
     owner: Any = model
     original, before = owner.generate, vars(owner).get("generate")
     trained = [module for module in model.modules() if module.training]
-    model.eval()
     with contextlib.ExitStack() as stack:
+        stack.callback(_train_again, trained)
+        model.eval()
         gathered: list[str] = []
         if isinstance(model, FSDPModule):
             gathered = stack.enter_context(kept_gathered(model, memory))
@@ -289,5 +332,8 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
                 del owner.generate
             else:
                 owner.generate = before
-            for module in trained:
-                module.training = True
+
+
+def _train_again(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        module.training = True

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DTensor, Replicate, implicit_replication
+from hp_fsdp import FSDPModule
 from hp_pipeline import PipelinedModel
 from hp_styles.torch.extend import as_computed
 
@@ -70,8 +71,8 @@ def log_probabilities(
 
     Raises:
         ValueError: numbers out of their range, shapes that do not fit.
-        NotImplementedError: a model in stages or with `cp`, without a head, or that does to its logits what is not
-            known here.
+        NotImplementedError: a model in stages or with `cp`, without a head or with one that is a group of
+            `fully_shard` of its own, or that does to its logits what is not known here.
     """
     _check(model, ids, temperature, chunk, attention_mask)
     batch = len(ids)
@@ -119,6 +120,11 @@ def _check(model: Any, ids: Any, temperature: float, chunk: int | None, attentio
         raise NotImplementedError(
             f"log_probabilities: {type(model).__name__} has no head that get_output_embeddings() returns; take a causal"
             " language model of transformers"
+        )
+    if isinstance(model.get_output_embeddings(), FSDPModule):
+        raise NotImplementedError(
+            "log_probabilities: the head is a group of fully_shard of its own, which each chunk would gather, as often"
+            " as a rank has chunks; leave it out of fsdp.groups, so that it is in the outermost group"
         )
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"log_probabilities: ids must be integers of shape (batch, length), got {_told(ids)}")
@@ -195,7 +201,7 @@ class _ChunkedHead(nn.Module):
         logits = output["logits"]
         whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
         mine = self._last.full_tensor() if isinstance(self._last, DTensor) else self._last
-        if whole.shape != mine.shape or not torch.equal(whole, mine):
+        if whole.shape != mine.shape or not torch.allclose(whole, mine, rtol=0, atol=0, equal_nan=True):
             raise NotImplementedError(
                 f"log_probabilities: {type(model).__name__} changes the logits of its head in a way that is not known"
                 " here; known are final_logit_softcapping, logit_scale and logits_scaling of its config"
