@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hp_checkpoint import Checkpointer, CheckpointError, InvalidCheckpointError, Keep
-from hp_checkpoint.extend import Copies, LastWords, Ranks
+from hp_checkpoint.extend import Copies, LastWords, Ranks, steps_in
 from hp_offload.extend import BudgetError
 from hp_plan import CorruptionError, ParallelPlan, PlanError
 from hp_plan.extend import ReadingsFile, data_parallel_rows, decode, earliest, encode, vocabulary
@@ -58,6 +58,8 @@ from hyper_parallel.training.resuming import changes, check_held, hyperparameter
 from hyper_parallel.training.sentinel import Sentinel
 
 _FOUND_ALIKE = (DivergedError, CorruptionError)
+_CORRUPT = 8
+"""The column of a step's numbers that says whether a rank has found copies that differ."""
 
 _GO_ON = "go on with the plan that the run has begun with, or choose another folder with --out"
 
@@ -115,6 +117,10 @@ class Run:
         self._copies, self._recovers = copies, copies is not None
         held = [] if copies is None else copies.steps(self.ranks)
         copied = max(set.intersection(*held), default=None) if held else None
+        # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
+        steps = json.loads(self.ranks.first(lambda: json.dumps(steps_in(self.folder / CHECKPOINTS)).encode(), "train"))
+        if copied is not None and steps and steps[-1] > copied:
+            copied = None  # copies are kept less often, or could not be kept any more
         self.trainer: Trainer = training().Trainer(plan, weights=copied is None)
         self._rows = data_parallel_rows(plan)
         known = vocabulary(plan.model)
@@ -140,8 +146,6 @@ class Run:
         self.checkpoints = Checkpointer(
             self.folder / CHECKPOINTS, keep=keep, layout=layout, beside=beside, adapter=self.trainer.adapter
         )
-        # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
-        steps = json.loads(self.ranks.first(lambda: json.dumps(self.checkpoints.steps()).encode(), "train"))
         self._again: Launched | None = None
         if copied is None and not steps and any(held):
             check_held(held, plan.recovery.every)
@@ -329,6 +333,9 @@ class Run:
         """Keep a copy of the step: what the next one rests on, and the numbers of this one, which is yielded later."""
         self._write(launched.readings, self.step)
         launched.readings = None
+        if self._sentinel is not None:  # before the copy: a state that can't be mended is not kept
+            corrupt = bool(launched.numbers.read()[:, _CORRUPT].any())
+            launched.faults = self._sentinel.settle(self.step, corrupt)
         state = kept(self.trainer, launched, self._position(self.trainer.experts()))
         try:
             copies.keep(self.step, state)
@@ -383,7 +390,9 @@ class Run:
         losses, norms, memory, waits, operations, tokens, asked, last, corrupt, *measured = numbers.T
         seconds = (launched.ended or time.perf_counter()) - launched.begun
         # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
-        faults = self._sentinel.settle(launched.step, bool(corrupt.any())) if self._sentinel is not None else ()
+        faults = launched.faults
+        if faults is None:
+            faults = () if self._sentinel is None else self._sentinel.settle(launched.step, bool(corrupt.any()))
         losses = losses[last > 0].tolist()
         mean, norm = sum(losses) / len(losses), float(norms[0])
         saved = str(self.checkpoints.path(self._saved)) if self._saved else None

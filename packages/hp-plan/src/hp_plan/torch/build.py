@@ -284,7 +284,9 @@ def begin(plan: ParallelPlan, *, weights: bool = True) -> nn.Module:
     """
     section = plan.model
     if not weights and section.of_transformers and not (visits(plan) or plan.adapter.kind or section.freeze):
-        return build_empty(plan)
+        empty = build_empty(plan)
+        if _all_trained(empty):  # some models freeze parameters themselves
+            return empty
     if visits(plan):
         return build_model(plan, device="cpu")  # the device never holds all of it
     if plan.adapter.modules or (plan.adapter.kind is not None and not section.folder_has_weights):
@@ -318,7 +320,7 @@ def finish(model: Any, plan: ParallelPlan, *, weights: bool = True) -> Any:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model
     device = get_platform().devices.current_device()
-    if not (weights or plan.adapter.kind or plan.model.freeze):
+    if not (weights or plan.adapter.kind or plan.model.freeze) and _all_trained(model):
         materialize(model, torch.device(device))
         return model
     if not plan.model.folder_has_weights:
@@ -481,3 +483,7 @@ def compute_buffers(model: nn.Module) -> None:
 def _libraries(model: nn.Module) -> list[Any]:
     """Return the models of transformers that hold all others: the model, or the stages of it."""
     return list(model.stages.values()) if isinstance(model, PipelinedModel) else [model]
+
+
+def _all_trained(model: Any) -> bool:
+    return all(parameter.requires_grad for parameter in model.parameters())

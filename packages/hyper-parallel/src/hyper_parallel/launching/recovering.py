@@ -190,7 +190,7 @@ class _Launcher:
                     text = fault.text if fault.explained else f"{fault.text}\nThe run does not recover: {reason}"
                     raise RankFailure(fault.ranks[0] if fault.ranks else 0, text, alike=alike)
                 self._say(f"{_named(fault)}; epoch {self._number + 1} begins")
-                self._begin("auto", self._job.until)
+                self._begin("auto" if self._job.resume == "no" else self._job.resume, self._job.until)
             if self._signals:
                 raise Interrupted(self._signals[0])
             return {rank: each.told.result for rank, each in enumerate(self._members) if each.told is not None}
@@ -220,7 +220,9 @@ class _Launcher:
                     self._meeting = None  # who waits for others to come hears that they don't
                 late = time.monotonic() - troubled > _GRACE
                 for each in self._members if self._replaced == "all" and late else ():
-                    each.process.kill()
+                    if each.told is None:  # it is not the one to blame
+                        each.process.kill()
+                        each.told = Told("lost", self._number, "ended with the others")
         self._epoch.close()
         self._meeting = None
         return all(each.told is not None and each.told.kind == "done" for each in self._members)
@@ -269,6 +271,7 @@ class _Launcher:
             seconds = time.monotonic() - self._noticed
             self._say(f"recovered in {seconds:.2f} s: step {began.step + 1} follows, from {began.text}")
             self._noticed = None
+        self._spares = [each for each in self._spares if not _ended(each)]
         while len(self._spares) < self._job.spares:
             self._spares.append(_Member(self._job))
 
@@ -278,7 +281,7 @@ class _Launcher:
         steps: list[int | None] = []
         for member, flight in zip(self._members, flights, strict=True):
             done = member.began.step if member.began is not None else None
-            if flight is not None and flight.phase != "start":
+            if flight is not None and flight.step:
                 done = max(done or 0, flight.step)
             steps.append(None if done is None else done + 1)
         return fault_of(told, steps, self._end_of)

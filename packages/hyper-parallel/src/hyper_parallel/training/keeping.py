@@ -23,6 +23,7 @@ class Launched:
         begun: when.
         ended: when the next one begun, or its numbers were there.
         readings: of the monitor, if the step is one that is read.
+        faults: silent data corruption that was found in it; None where that is not settled yet.
     """
 
     step: int
@@ -31,6 +32,7 @@ class Launched:
     begun: float
     ended: float | None = None
     readings: Pending | None = None
+    faults: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def kept(trainer: Trainer, launched: Launched, data: Mapping[str, Any]) -> dict[
         "columns": values.shape[1],
         "lr": launched.lr,
         "seconds": time.perf_counter() - launched.begun,
+        "faults": launched.faults,
     }
 
 
@@ -79,4 +82,6 @@ def take(trainer: Trainer, step: int, state: Mapping[str, Any]) -> tuple[Launche
     copying().fill(trainer.model, trainer.optimizer, state)
     trainer.schedule.load_state_dict(state["schedule"])
     values = np.array(state["numbers"]).view(np.float64).reshape(-1, state["columns"])
-    return Launched(step, state["lr"], _Kept(values), 0.0, ended=state["seconds"]), state["data"]
+    faults = None if state["faults"] is None else tuple(state["faults"])
+    launched = Launched(step, state["lr"], _Kept(values), 0.0, ended=state["seconds"], faults=faults)
+    return launched, state["data"]
