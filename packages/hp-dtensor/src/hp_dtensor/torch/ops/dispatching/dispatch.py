@@ -183,13 +183,8 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
         count = len(args)
         a = args[0]
         if type(a) is not DTensor:
-            if type(a) is list or type(a) is tuple:
-                plan = _PLANS[_key_of_list(func, args, kwargs)]
-            elif kwargs:
-                plan = _PLANS[func, count, *map(_short, args), *kwargs, *map(_short, kwargs.values())]
-            else:
-                plan = _PLANS[func, *map(_short, args)]
-        elif kwargs:
+            plan = _PLANS[_short_key(func, args, kwargs)]
+        elif kwargs:  # from here on `_short_key` written out, for the calls that programs make most
             if len(kwargs) == 1 and count < 3:
                 [(name, value)] = kwargs.items()
                 kind = type(value)
