@@ -333,9 +333,7 @@ class Run:
         """Keep a copy of the step: what the next one rests on, and the numbers of this one, which is yielded later."""
         self._write(launched.readings, self.step)
         launched.readings = None
-        if self._sentinel is not None:  # before the copy: a state that can't be mended is not kept
-            corrupt = bool(launched.numbers.read()[:, _CORRUPT].any())
-            launched.faults = self._sentinel.settle(self.step, corrupt)
+        self._settled(launched)  # before the copy: a state that can't be mended is not kept
         state = kept(self.trainer, launched, self._position(self.trainer.experts()))
         try:
             copies.keep(self.step, state)
@@ -343,6 +341,13 @@ class Run:
             self._copies = None
             text = f"no copies are kept from step {self.step} on: {error}; a fault costs the steps since the newest"
             warnings.warn(f"{text} checkpoint", RuntimeWarning, stacklevel=2)
+
+    def _settled(self, launched: Launched) -> tuple[str, ...]:
+        """Return the corruption that was found in a step, which ranks share and mend once; see `Sentinel.settle`."""
+        if launched.faults is None:
+            found = self._sentinel is not None and bool(launched.numbers.read()[:, _CORRUPT].any())
+            launched.faults = () if self._sentinel is None else self._sentinel.settle(launched.step, found)
+        return launched.faults
 
     def _restore(self, copies: Copies, step: int) -> None:
         """Go on from a copy, as if its step had just been launched."""
@@ -352,9 +357,12 @@ class Run:
 
     def _begin(self) -> None:
         """Begin to compute a step's gradients, maybe once more: dropout goes on where it was, too."""
-        manual_seed((self.plan.run.seed * 1_000_003 + self.step) % 2**63)
+        self._seed()
         if self.trainer.capture is not None:
             self.trainer.capture.begin(self.step + 1)
+
+    def _seed(self) -> None:
+        manual_seed((self.plan.run.seed * 1_000_003 + self.step) % 2**63)
 
     def _rows_of(self, part: int) -> Rows:
         """Return the samples of a part of the batch of the step under way."""
@@ -367,7 +375,7 @@ class Run:
 
     def _look_for_origin(self, rows: Rows, loss: Any, norm: float) -> None:
         """Run the step again, whose update was not taken, to say where its first NaN or infinity was born."""
-        manual_seed((self.plan.run.seed * 1_000_003 + self.step) % 2**63)
+        self._seed()
         origins = self.ranks.agree(lambda: encode(self.trainer.origin(rows)), "looking for a NaN")
         own = str(0.0 if loss is None else float(loss)).encode()
         losses = map(float, self.ranks.agree(lambda: own, "sharing the loss"))
@@ -387,12 +395,10 @@ class Run:
         """Wait for the numbers of a step."""
         numbers = launched.numbers.read()
         self._write(launched.readings, launched.step)
-        losses, norms, memory, waits, operations, tokens, asked, last, corrupt, *measured = numbers.T
+        losses, norms, memory, waits, operations, tokens, asked, last, _, *measured = numbers.T
         seconds = (launched.ended or time.perf_counter()) - launched.begun
         # Tensor parallel ranks have equal losses, so the mean over all that have one is that over data parallel ones.
-        faults = launched.faults
-        if faults is None:
-            faults = () if self._sentinel is None else self._sentinel.settle(launched.step, bool(corrupt.any()))
+        faults = self._settled(launched)
         losses = losses[last > 0].tolist()
         mean, norm = sum(losses) / len(losses), float(norms[0])
         saved = str(self.checkpoints.path(self._saved)) if self._saved else None
