@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hp_plan import Corruption, ParallelPlan, Verdict
-from hp_plan.checks.sdc.copies import Column, Copies, Unequal
+from hp_plan.checks.sdc.copies import Column, SharedColumns, Unequal
 from hp_plan.extend import Computed, Rotation, vote
 
 NAMES = ("forward a", "forward b", "backward b", "backward a")
@@ -93,10 +93,10 @@ def test_most_copies_are_right():
 
 def test_ranks_that_have_copies_in_common_compare_together():
     held = [(1, 2), (1, 3), (4, 2), (4, 3), (5,), (5,), (6,)]  # dp_replicate 2 x tp 2, then two ranks, then one
-    copies = Copies(held, ("", "exp_avg"), {1: "a", 2: "b"}, rank=0)
+    copies = SharedColumns(held, ("", "exp_avg"), {1: "a", 2: "b"}, rank=0)
     assert copies.ranks == (0, 1, 2, 3) and len(copies.columns) == 8
     assert dict(copies.numbers(2)) == {"": 2, "exp_avg": 3} and not dict(copies.numbers(6))
-    assert Copies(held, ("",), {}, rank=6).columns == ()
+    assert SharedColumns(held, ("",), {}, rank=6).columns == ()
 
 
 def test_a_corruption_is_read_back():

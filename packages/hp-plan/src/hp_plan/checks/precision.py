@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 
 from hp_plan.features.adapters import is_of_adapter
@@ -11,7 +11,7 @@ from hp_plan.plan import ParallelPlan
 from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic
 from hp_plan.sections import PrecisionSection
-from hp_plan.structure.outline import ModelOutline, generalise, matches, matches_nothing
+from hp_plan.structure.outline import ModelOutline, generalise, matches, matches_inside, matches_nothing
 
 _MULTIPLE = {"float8-tensorwise": 16, "float8-rowwise": 16, "mxfp8": 32}
 _NONE = PrecisionSection()
@@ -78,7 +78,7 @@ def check_layers(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
         key, matched = f"precision.exclude[{index}]", [name for name in model.names if matches(pattern, name)]
         if not matched:
             diagnostics.append(matches_nothing(key, pattern, model.names))
-        elif not any(_inside(name, [pattern]) for name in _linear(model)):
+        elif not any(matches_inside([pattern], name) for name in _linear(model)):
             message = f"'{pattern}' matches {matched[0]}, and no Linear layer that {section.linear} could multiply"
             diagnostics.append(Diagnostic(key, message, "leave it out"))
     names = low_precision_layers(plan, model)
@@ -135,8 +135,10 @@ def low_precision_layers(plan: ParallelPlan, model: ModelOutline) -> list[str]:
     if plan.precision.linear is None:
         return []
     patterns = plan.precision.exclude
-    left_out = (lambda name: name in _usual(model)) if patterns is None else (lambda name: _inside(name, patterns))
-    return [name for name in _linear(model) if not left_out(name)]
+    if patterns is None:
+        usual = _usual(model)
+        return [name for name in _linear(model) if name not in usual]
+    return [name for name in _linear(model) if not matches_inside(patterns, name)]
 
 
 def left_out_layers(plan: ParallelPlan, model: ModelOutline) -> list[str]:
@@ -168,9 +170,3 @@ def _usual(model: ModelOutline) -> set[str]:
         if each.kind == "linear" and each.out_features in (1, counts.get(name.rpartition(".")[0]))
     }
     return {model.head, *routers}
-
-
-def _inside(name: str, patterns: Iterable[str]) -> bool:
-    parts = name.split(".")
-    above = [".".join(parts[: count + 1]) for count in range(len(parts))]
-    return any(matches(pattern, each) for each in above for pattern in patterns)

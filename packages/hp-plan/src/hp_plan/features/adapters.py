@@ -8,7 +8,7 @@ from dataclasses import fields
 from hp_plan.plan import ParallelPlan
 from hp_plan.reading.diagnostics import Diagnostic
 from hp_plan.sections import AdapterSection
-from hp_plan.structure.outline import matches, matches_nothing
+from hp_plan.structure.outline import matches, matches_inside, matches_nothing
 from hp_platform import get_platform
 
 ADAPTER = "default"
@@ -68,10 +68,7 @@ def saved_name(name: str) -> str | None:
 
 def frozen(plan: ParallelPlan, name: str) -> bool:
     """Return True if `[model] freeze` says that a parameter is not trained."""
-    parts = name.split(".")
-    above = (".".join(parts[: count + 1]) for count in range(len(parts)))
-    patterns = plan.model.freeze
-    return bool(patterns) and any(matches(pattern, each) for each in above for pattern in patterns)
+    return matches_inside(plan.model.freeze or (), name)
 
 
 def check_frozen(plan: ParallelPlan, names: Iterable[str]) -> list[Diagnostic]:

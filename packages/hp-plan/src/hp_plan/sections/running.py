@@ -368,7 +368,7 @@ class SdcSection:
             data parallel rank it computes them again itself, and finds what does not last.
         on_fault: `"report"` tells and goes on. `"restore"` computes a step anew before its update and takes corrupt
             weights and states from a replica, three times at one step at most; what lasts, or can't be told, ends the
-            run. `"replace"` puts a spare process in the rank's place, which there is not yet.
+            run. `"replace"` is to put a spare process in its place, and is refused: none does yet.
     """
 
     replicas: bool = False

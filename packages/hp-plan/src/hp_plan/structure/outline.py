@@ -215,6 +215,13 @@ def block_lists(model: ModelOutline) -> tuple[str, ...]:
     return tuple(f"{name}.*" for name in lists)
 
 
+def matches_inside(patterns: Iterable[str], name: str) -> bool:
+    """Tell whether a pattern matches a module or parameter, or a module that it is inside of."""
+    parts = name.split(".")
+    above = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    return any(matches(pattern, each) for each in above for pattern in patterns)
+
+
 def matches_nothing(key: str, pattern: str, names: Iterable[str], *, what: str = "module") -> Diagnostic:
     """Return what is wrong with a pattern that matches none of the names.
 

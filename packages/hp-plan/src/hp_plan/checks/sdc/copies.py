@@ -59,13 +59,13 @@ class Unequal:
         return Verdict.TRANSIENT if self.decided else Verdict.UNDECIDED
 
 
-class Copies:
+class SharedColumns:
     """The columns that a rank compares with others.
 
     Ranks that hold copies in common, or have them in common with a third, compare in one all-reduce.
 
     Example:
-        >>> copies = Copies([(1, 2), (1, 3), (4,)], ("", "exp_avg"), {1: "norm.weight", 2: "up.weight"}, rank=0)
+        >>> copies = SharedColumns([(1, 2), (1, 3), (4,)], ("", "exp_avg"), {1: "norm.weight", 2: "up.weight"}, rank=0)
         >>> copies.ranks, [(each.name, each.key) for each in copies.columns]
         ((0, 1), [('norm.weight', ''), ('norm.weight', 'exp_avg')])
 

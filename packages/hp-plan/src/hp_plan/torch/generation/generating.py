@@ -20,8 +20,8 @@ from torch import nn
 
 from hp_fsdp import FSDPModule
 from hp_fsdp.extend import kept_gathered
-from hp_pipeline import PipelinedModel
-from hp_plan.torch.generation.log_probabilities import log_probabilities
+from hp_plan.torch.generation.log_probabilities import log_probabilities, refuse_cut_texts
+from hp_plan.torch.training.objectives import evaluating
 from hp_platform import get_platform
 from hp_styles.extend import style_of
 
@@ -304,22 +304,15 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
         ValueError: a negative number of bytes. `generate` raises it for what is drawn or recorded wrongly: no `seed`
             where ranks share a model, no `samples` on several ranks, beams with a seed, candidates of an assistant.
     """
-    if isinstance(model, PipelinedModel):
-        raise NotImplementedError(
-            "generating: a model in stages (pp) does not generate; load its checkpoint without pp"
-        )
-    if any(getattr(module, "_context_parallel", False) for module in model.modules()):
-        raise NotImplementedError("generating: a model with cp does not generate; apply the plan without cp")
+    refuse_cut_texts(model, "generating")
     if not callable(getattr(model, "generate", None)) or not hasattr(model, "_get_logits_processor"):
         raise NotImplementedError(f"generating: {type(model).__name__} has no generate of transformers")
     if memory is not None and memory < 0:
         raise ValueError(f"generating: memory must be a number of bytes, got {memory}")
     owner: Any = model
     original, before = owner.generate, vars(owner).get("generate")
-    trained = [module for module in model.modules() if module.training]
     with contextlib.ExitStack() as stack:
-        stack.callback(_train_again, trained)
-        model.eval()
+        stack.enter_context(evaluating(model))
         gathered: list[str] = []
         if isinstance(model, FSDPModule):
             gathered = stack.enter_context(kept_gathered(model, memory))
@@ -332,8 +325,3 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
                 del owner.generate
             else:
                 owner.generate = before
-
-
-def _train_again(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        module.training = True

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from hp_dtensor import DTensor, Replicate, implicit_replication
 from hp_fsdp import FSDPModule
 from hp_pipeline import PipelinedModel
+from hp_plan.torch.training.objectives import upcast
 from hp_styles.torch.extend import as_computed
 
 T = torch.Tensor
@@ -110,12 +111,7 @@ def log_probabilities(
 
 
 def _check(model: Any, ids: Any, temperature: float, chunk: int | None, attention_mask: Any) -> None:
-    if isinstance(model, PipelinedModel):
-        raise NotImplementedError("log_probabilities: a model in stages (pp) is not supported")
-    if any(getattr(module, "_context_parallel", False) for module in model.modules()):
-        raise NotImplementedError(
-            "log_probabilities: with cp the token after a rank's last one is on another rank; not supported"
-        )
+    refuse_cut_texts(model, "log_probabilities")
     if not callable(getattr(model, "get_output_embeddings", None)) or model.get_output_embeddings() is None:
         raise NotImplementedError(
             f"log_probabilities: {type(model).__name__} has no head that get_output_embeddings() returns; take a causal"
@@ -138,6 +134,15 @@ def _check(model: Any, ids: Any, temperature: float, chunk: int | None, attentio
         raise ValueError(
             f"log_probabilities: attention_mask has shape {tuple(attention_mask.shape)}, and ids {tuple(ids.shape)}"
         )
+
+
+def refuse_cut_texts(model: Any, caller: str) -> None:
+    """Refuse a model in stages, and one whose ranks have parts of a text."""
+    axis = "pp" if isinstance(model, PipelinedModel) else None
+    if axis is None and any(getattr(module, "_context_parallel", False) for module in model.modules()):
+        axis = "cp"
+    if axis is not None:
+        raise NotImplementedError(f"{caller}: a model under {axis} is not supported; apply the plan without {axis}")
 
 
 def _told(value: Any) -> str:
@@ -188,7 +193,7 @@ class _ChunkedHead(nn.Module):
         rows, targets = hidden[:, :-1].flatten(0, 1), self._ids[:, 1:].flatten()
         parts = [self._of_chunk(head, *part) for part in zip(rows.split(self._chunk), targets.split(self._chunk))]
         if not parts:  # texts of one token: nothing is predicted
-            nothing = last.new_zeros((batch, 0), dtype=_wide(last.dtype))
+            nothing = upcast(last.new_zeros((batch, 0)))
             self.results = [nothing, nothing]
         else:
             self.results = [torch.cat(values).view(batch, length - 1) for values in zip(*parts)]
@@ -217,7 +222,7 @@ class _ChunkedHead(nn.Module):
         with as_computed(head):
             logits: Any = head(rows[None])[0]
         logits = self._scaling(logits)
-        logits = logits.to(_wide(logits.dtype)) / self._temperature
+        logits = upcast(logits) / self._temperature
         if isinstance(logits, DTensor):
             return _sharded_terms(logits, targets)
         sums = logits.logsumexp(-1)
@@ -234,10 +239,6 @@ def _sharded_terms(logits: DTensor, targets: T) -> tuple[T, T]:
     with implicit_replication():
         losses: Any = F.cross_entropy(logits, targets.long(), reduction="none")
     return -losses.full_tensor(), entropy.full_tensor()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype is torch.float64 else torch.float32
 
 
 def _scaling(config: Any) -> Callable[[T], T]:

@@ -162,7 +162,7 @@ class Capture:
             tensor = first_tensor(output)
             if tensor is None or not tensor.is_floating_point() or tensor.is_meta or not torch.is_grad_enabled():
                 return
-            micro, recomputed = self._micro[index], again()
+            micro, recomputed = self._micro[index], in_backward()
             if not recomputed:  # what is computed again in backward was read
                 self._calls[name, micro] += 1
             call = self._calls[name, micro]
@@ -355,7 +355,7 @@ def counting(stage: nn.Module, order: tuple[int, ...], micro: dict[int, int], in
     micro[index], begun = 0, [0]
 
     def count(*_: Any) -> None:
-        if not again():
+        if not in_backward():
             micro[index] = order[begun[0] % len(order)]
             begun[0] += 1
 
@@ -365,11 +365,6 @@ def counting(stage: nn.Module, order: tuple[int, ...], micro: dict[int, int], in
     finally:
         if handle is not None:
             handle.remove()
-
-
-def again() -> bool:
-    """Tell whether a forward runs inside of a backward, which computes it a second time."""
-    return in_backward()
 
 
 class _Unwrap:

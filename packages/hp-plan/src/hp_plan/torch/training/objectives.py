@@ -218,7 +218,7 @@ class Objective:
         scores = _plain(scores).squeeze(-1)
         places = torch.arange(scores.shape[1], device=scores.device)
         last = torch.where(batch["labels"] != IGNORED, places, 0).amax(1)
-        scores = _upcast(scores.gather(1, last[:, None]).squeeze(1))
+        scores = upcast(scores.gather(1, last[:, None]).squeeze(1))
         margin = scores[0::2] - scores[1::2]
         answered = _answered(batch["labels"])
         return -(F.logsigmoid(margin) * answered).sum(), _compared(margin, answered)
@@ -229,8 +229,8 @@ class Objective:
         targets = batch["labels"][:, 1:]
         counted = targets != IGNORED
         with self._other(model) as teacher:
-            theirs = _upcast(self._logits(teacher, batch)[:, :-1][counted])
-        own = _upcast(self._logits(model, batch)[:, :-1][counted])
+            theirs = upcast(self._logits(teacher, batch)[:, :-1][counted])
+        own = upcast(self._logits(model, batch)[:, :-1][counted])
         if own.shape != theirs.shape:
             raise ValueError(
                 f"[objective] the teacher predicts {theirs.shape[-1]} tokens and the student {own.shape[-1]}: distill"
@@ -273,7 +273,7 @@ class Objective:
 def _log_probabilities(logits: T, labels: T) -> T:
     """Return for each row the sum of the log-probabilities of its labels."""
     targets = labels[:, 1:]
-    own = _upcast(logits[:, :-1])
+    own = upcast(logits[:, :-1])
     losses = F.cross_entropy(own.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
     return -losses.view(targets.shape).sum(1)
 
@@ -289,7 +289,8 @@ def _compared(margin: T, answered: T) -> T:
     return torch.stack([(margin > 0).to(margin.dtype).sum(), margin.sum()])
 
 
-def _upcast(values: T) -> T:
+def upcast(values: T) -> T:
+    """Return values in float32 where they have less precision."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 

@@ -17,10 +17,11 @@ from hp_plan.checks.monitor.origin import PHASES, Origin
 from hp_plan.plan import ParallelPlan
 from hp_plan.structure.outline import matches
 from hp_plan.torch.models import base
-from hp_plan.torch.training.monitor import after_forward, again, counting, stages_of
+from hp_plan.torch.training.monitor import after_forward, counting, stages_of
 from hp_plan.torch.training.parts import forwards
 from hp_platform import get_platform
 from hp_platform.extend import list_leaves, map_nested
+from hp_platform.torch.internals import in_backward
 
 
 class Hunt:
@@ -81,10 +82,10 @@ class Hunt:
         def copy(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.requires_grad:
                 return value
-            if not again():
+            if not in_backward():
                 self._note("forward", name, index, value, made=False)
             copied = value.clone()  # in a recomputation, too, which has to take the same path
-            if again():
+            if in_backward():
                 return copied
             copied.register_hook(self._arriving(name, index, made=True))
             return copied
@@ -96,7 +97,7 @@ class Hunt:
 
     def _after(self, name: str, index: int) -> Callable[[Any], None]:
         def see(output: Any) -> None:
-            if again():
+            if in_backward():
                 return
             self._order += 1
             for tensor in list_leaves(output):

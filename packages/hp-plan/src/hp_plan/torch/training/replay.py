@@ -19,7 +19,6 @@ from hp_plan.checks.sdc.voting import Computed, Order
 from hp_plan.plan import ParallelPlan
 from hp_plan.torch.training.monitor import (
     after_forward,
-    again,
     chosen_modules,
     counting,
     first_tensor,
@@ -29,7 +28,7 @@ from hp_plan.torch.training.monitor import (
 from hp_plan.torch.training.parts import forwards
 from hp_platform import get_platform
 from hp_platform.extend import share_bytes
-from hp_platform.torch.internals import without_torch_function
+from hp_platform.torch.internals import in_backward, without_torch_function
 
 _LAST = 2**31  # the loss comes after all forwards
 _SHOWN = 4  # parts that have arrived otherwise than they were sent
@@ -114,7 +113,7 @@ class Replay:
         def see(output: Any) -> None:
             if not torch.is_grad_enabled():
                 return
-            micro, recomputed = self._micro[index], again()
+            micro, recomputed = self._micro[index], in_backward()
             if not recomputed:
                 self._calls[name, micro] += 1
                 self._watch_gradients(name, module, index, deep=compiled)

@@ -14,7 +14,7 @@ from hp_dtensor.extend import boxes
 from hp_dtensor.torch.extend import DTensor, local_view
 from hp_pipeline import PipelinedModel
 from hp_pipeline.extend import shared_weights
-from hp_plan.checks.sdc.copies import WEIGHT, Copies, Unequal
+from hp_plan.checks.sdc.copies import WEIGHT, SharedColumns, Unequal
 from hp_plan.torch.training.monitor import sum_of_bits
 from hp_platform import collectives, get_platform
 from hp_platform.extend import share_bytes
@@ -47,9 +47,9 @@ class Replicas:
         shared = shared_weights(model.schedule.stages) if isinstance(model, PipelinedModel) else {}
         named = model.named_parameters()
         self._pieces = [_Piece(name, _identity(name, each, shared.get(id(each))), each) for name, each in named]
-        self._copies: Copies | None = None
+        self._copies: SharedColumns | None = None
 
-    def _find_copies(self) -> Copies:
+    def _find_copies(self) -> SharedColumns:
         """Find out who holds what; all ranks call it, when the optimizer has its states."""
         keys = {key for piece in self._pieces for key, _ in self._states(piece)}
         own = "\n".join([" ".join(str(piece.identity) for piece in self._pieces), *sorted(keys)])
@@ -57,7 +57,7 @@ class Replicas:
         held = [tuple(map(int, first.split())) for first, *_ in everyone]
         states = sorted({key for _, *rest in everyone for key in rest})
         names = {piece.identity: piece.name for piece in self._pieces}
-        return Copies(held, (WEIGHT, *states), names, rank=get_platform().groups.rank())
+        return SharedColumns(held, (WEIGHT, *states), names, rank=get_platform().groups.rank())
 
     def _states(self, piece: _Piece) -> Iterator[tuple[str, torch.Tensor]]:
         for key, state in self._optimizer.state.get(piece.parameter, {}).items():
@@ -95,7 +95,7 @@ class Replicas:
             for at, number in enumerate(unequal)
         ]
 
-    def _sums(self, copies: Copies) -> tuple[torch.Tensor, list[int]]:
+    def _sums(self, copies: SharedColumns) -> tuple[torch.Tensor, list[int]]:
         """Return the sums of bits of what this rank holds copies of, and the numbers of their columns."""
         sums, places = list[torch.Tensor](), list[int]()
         device = get_platform().devices.current_device()
