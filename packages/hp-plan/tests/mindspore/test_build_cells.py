@@ -19,7 +19,9 @@ from hp_plan import (
     build_schedule,
     dry_run,
     fit,
+    generating,
     lint,
+    log_probabilities,
     simulate_rank,
     tune,
     verify,
@@ -380,3 +382,10 @@ def test_dry_runs_are_refused_by_name():
 def test_a_proposal_says_that_it_was_not_played():
     estimate = propose(tables(), 2, play=dry_run).estimate
     assert "MindSpore has none" in estimate.unplayed and estimate.total > 0 and not estimate.by_kind
+
+
+def test_generation_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="generating: .*stream_weights"):
+        generating(None, seed=0)
+    with pytest.raises(NotImplementedError, match="log_probabilities: .*log_softmax"):
+        log_probabilities(None, None, chunk=8)

@@ -1,0 +1,1 @@
+"""Generation under a plan: not on MindSpore."""
