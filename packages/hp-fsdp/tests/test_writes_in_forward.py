@@ -138,3 +138,16 @@ def test_reading_data_is_no_write():
     model(x).sum().backward()
     model.eval()(x)
     assert seen == [48.0, 48.0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_looking_for_writes_copies_no_parameters(dtype: torch.dtype):
+    if device_type() != "cpu":
+        pytest.skip("the profiler tells how much each operator allocates on a CPU")
+    wide = 256  # of a Linear whose input and output are small beside its weight
+    model = fully_shard(seeded(lambda: nn.Linear(wide, wide)).to(dtype), data_mesh())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        model(torch.ones(1, wide, dtype=dtype))
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert 0 < largest <= 1.1 * wide * wide * dtype.itemsize  # the gathered buffer itself, if anything

@@ -196,11 +196,10 @@ class ParameterGroup(Group[C]):
         return [get_version(bucket.full) for bucket in self.buckets if not bucket.keeps_writes]
 
     def contents(self) -> list[Any]:
-        """Sum up the buffers of `versions`, bits as integers, and list where parameters lie."""
+        """Sum up the bits of the buffers of `versions`, and list where parameters lie."""
         with torch.no_grad(), without_torch_function():
             buckets = [bucket for bucket in self.buckets if not bucket.keeps_writes]
-            wide = [torch.int16 if bucket.full_alias.itemsize > 1 else torch.int8 for bucket in buckets]
-            sums = [bucket.full_alias.view(dtype).sum() for bucket, dtype in zip(buckets, wide)]
+            sums = [_sum_of_words(bucket.full_alias) for bucket in buckets]
             places = [address for bucket in self.buckets for address in bucket.addresses()]
             return [*(each.item() for each in sums), *places]
 
@@ -343,6 +342,12 @@ class ParameterGroup(Group[C]):
                     bucket.gradients.release()
                     for parameter in bucket.parameters:
                         parameter.unsharded.grad = None
+
+
+def _sum_of_words(flat: torch.Tensor) -> torch.Tensor:
+    """Sum a buffer's bits as integers that overflow: a sum in a wider type would copy the buffer to it first."""
+    width = next(width for width in (torch.int32, torch.int16, torch.int8) if not flat.nbytes % width.itemsize)
+    return flat.view(width).sum(dtype=width)
 
 
 def check_differentiable(group: ParameterGroup[Any]) -> None:
