@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import os
 import statistics
 import time
@@ -205,15 +206,25 @@ def measure_steps(hidden: int, shape: tuple[int, int], repeats: int) -> dict[str
             raise AssertionError(f"the losses differ: {losses}")
     if not fake:
         rows |= measure_deterministic(hidden, tokens, repeats)
-    unwrapped = [Model(hidden) for _ in range(10)]
-    for kind in ("ours", "torch"):
-        start = time.perf_counter()
-        for model in unwrapped[:5]:
-            shard(kind, model)
-        rows.setdefault("wrapping", {})[kind] = (time.perf_counter() - start) / 5
-        unwrapped = unwrapped[5:]
+    rows["wrapping"] = take_turns_wrapping(hidden, wait)
     rows["collectives"] = {"ours": float(len(issued)), "torch": float(count_of(plain["torch"]))}
     return rows
+
+
+def take_turns_wrapping(hidden: int, wait: Callable[[], object]) -> Row:
+    """Median seconds to wrap one model, each kind in turn; what is wrapped is freed before the next."""
+    seconds: dict[str, list[float]] = {"ours": [], "torch": []}
+    for turn in range(6):
+        for kind, taken in seconds.items():
+            model = Model(hidden)
+            wait()
+            start = time.perf_counter()
+            shard(kind, model)
+            if turn:
+                taken.append(time.perf_counter() - start)
+            del model
+            gc.collect()
+    return {kind: statistics.median(taken) for kind, taken in seconds.items()}
 
 
 def measure_deterministic(hidden: int, tokens: torch.Tensor, repeats: int) -> dict[str, Row]:
