@@ -79,6 +79,15 @@ def log_samples(path):
     Batches.take = logged
 
 
+def flipped(module, inputs, output):
+    """Return the output of a product with one bit flipped."""
+    if not isinstance(module, torch.nn.Linear):
+        return None
+    wrong = output.clone()
+    wrong.detach().view(-1).view(torch.int32)[3] ^= 1 << 20
+    return wrong
+
+
 class Injection:
     """A fault at the count-th event of a kind, in a step of this process or in a save or a load."""
 
@@ -165,6 +174,8 @@ class Injection:
             raise RuntimeError("a fault was injected")
         elif self.how == "exit":
             os._exit(7)
+        elif self.how == "flip":
+            torch.nn.modules.module.register_module_forward_hook(flipped)
         elif self.how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.how == "loop":
@@ -190,8 +201,8 @@ class Fault:
         moment: "data", "forward", "collective", "backward", "before the update", "optimizer" (in the update), "copy"
             (while a step is copied), "rebuild" (in the backward, and where the next epoch builds its model), "save",
             "writing" (when a save has begun in the background), or "load".
-        how: "sigterm" (to the launcher), "kill" (SIGKILL), "raise", "exit" (`os._exit`), "stop" (SIGSTOP), "loop", or
-            "keep" (in C, with the interpreter).
+        how: "sigterm" (to the launcher), "kill" (SIGKILL), "raise", "exit" (`os._exit`), "stop" (SIGSTOP), "loop",
+            "keep" (in C, with the interpreter), or "flip": from then on each product of the process has a wrong bit.
         step: of the process, from 1 on.
         count: so many events of the kind pass before.
         times: it comes again, so often in all, in the first step of a process that takes the place of one that had it.

@@ -320,7 +320,6 @@ def test_a_run_goes_on_with_its_checks(tmp_path):
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ({"sdc": {"replay_every": 2, "on_fault": "replace"}, "mesh": {"dp_shard": 2}}, "needs spare processes"),
         ({"sdc": {"replicas": True}}, "on one rank there is one copy"),
         ({"sdc": {"on_fault": "report"}}, "which nothing uses without sdc.replay_every"),
         ({"sdc": {"replay_every": 2}, "memory": {"budget": "1GiB"}}, "more than once to plan"),

@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 from hp_checkpoint import CheckpointError
 from hp_checkpoint.extend import Copies, diff, hold
 from hp_optim import AdamW8bit
-from hp_plan import ParallelPlan, RecoverySection
+from hp_plan import ParallelPlan, PlanError, RecoverySection
 from hp_platform import get_platform
 from hp_platform.extend import SettingError
 from hp_testing import run_ranks
 from hyper_parallel.commands import cli
-from hyper_parallel.launching.recovering import check_recovery, described, recovery_notes
+from hyper_parallel.launching.recovering import check_recovery, check_replacing, described, recovery_notes
+from hyper_parallel.run import Run
 from hyper_parallel.supervision.recovery import Recoveries, Told, fault_of
 from hyper_parallel.training.resuming import check_held
 
@@ -161,6 +162,10 @@ def test_the_process_that_ended_is_named_and_not_those_that_lost_it():
     assert (raised.ranks, raised.text, raised.explained) == ((0,), "Traceback", False)
     alike = fault_of([Told("failed", text="the data ends", error="DataError")] * 2, [3, 3], str)
     assert alike.explained and alike.ranks == (0, 1)
+    wrong = Told("failed", text="wrong", error="FaultyRankError", newest=4)
+    faulty = fault_of([Told("lost", newest=4), wrong], [9, 9], str)
+    assert (faulty.ranks, faulty.explained, faulty.newest) == ((1,), False, 4)
+    assert fault_of([Told("lost", newest=4), Told("ended")], [9, 9], str).newest == 4  # it was killed before it told
     nobody = fault_of([Told("lost", text="connection reset")] * 2, [None, None], str)
     assert (nobody.ranks, nobody.step) == ((), None)
 
@@ -197,6 +202,27 @@ def test_the_command_says_what_it_will_do_and_where_it_can_not(monkeypatch):
     check_recovery(False, None)
     with pytest.raises(SettingError, match="torchrun --max-restarts 3"):
         check_recovery(True, None)
+
+
+def test_a_faulty_rank_is_not_replaced_without_spares(tmp_path, monkeypatch):
+    tables = {**TABLES, "mesh": {"dp_shard": 2}, "sdc": {"replay_every": 1, "on_fault": "replace"}}
+    plan = ParallelPlan.from_dict(tables)
+    check_replacing(plan, True)
+    check_replacing(ParallelPlan.from_dict({**tables, "sdc": {"replay_every": 1}}), False)
+    with pytest.raises(PlanError, match=r"sdc.on_fault: got 'replace', but no spare process.*--recover --spares 1"):
+        check_replacing(plan, False)
+    with pytest.raises(PlanError, match="this run keeps no copies"):
+        Run(ParallelPlan.from_dict({**tables, "mesh": {}}), tmp_path)
+    with mock.patch.object(type(get_platform().devices), "kind", "cuda"):
+        with pytest.raises(PlanError, match="a spare process would compute on the same cuda device"):
+            check_replacing(plan, True)
+    assert recovery_notes(plan) == [
+        "sdc.on_fault = 'replace' needs spare processes: hyper-parallel train --recover --spares 1"
+    ]
+    path = tmp_path / "plan.toml"
+    path.write_text(plan.to_toml())
+    done = CliRunner().invoke(cli.app, ["train", str(path), "--nproc", "2"])
+    assert done.exit_code == 1 and "sdc.on_fault" in done.output
 
 
 def test_lint_says_where_processes_are_not_replaced(tmp_path):

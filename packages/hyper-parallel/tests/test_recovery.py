@@ -67,6 +67,27 @@ def test_a_killed_process_is_replaced_and_the_run_ends_with_the_same_bits(launch
     assert processes(launcher) <= before
 
 
+@pytest.mark.parametrize(
+    ("every", "step", "wrong_until"), [pytest.param(1, 5, 5, marks=pytest.mark.thorough), (3, 5, 7)]
+)
+def test_a_rank_that_computes_wrongly_is_replaced_and_the_run_ends_with_the_same_bits(
+    launcher, every, step, wrong_until
+):
+    """The state is wrong until a step is replayed: the copy of the last one that was replayed before counts."""
+    name, data, mesh = f"wrong{every}", launcher.folder / "text", {"dp_shard": 3}
+    whole = launcher.train(recovering_plan(data, mesh=mesh, sdc={"replay_every": every}), f"{name}-whole", log=True)
+    assert whole.status == 0, whole.err
+    wrong = recovering_plan(data, mesh=mesh, sdc={"replay_every": every, "on_fault": "replace"})
+    ended = launcher.train(wrong, name, "--recover", fault=Fault(1, "forward", "flip", step), log=True)
+    assert ended.status == 0, ended.err
+    assert f"note: rank 1 failed: step {wrong_until}: persistent corruption of forward model.layers" in ended.err
+    assert "its process ends itself; epoch 1 begins" in ended.err
+    assert f"step {5 if every == 3 else step} follows, from a copy" in ended.err
+    assert differences(launcher.folder, name, f"{name}-whole") == ""
+    doubted = [path.name for path in (launcher.folder / name / "checkpoints").glob("doubted-*")]
+    assert doubted == (["doubted-step-00000006"] if every == 3 else [])
+
+
 @pytest.mark.thorough
 def test_every_rank_may_be_killed_at_once(launcher):
     """The launcher holds the copies, so that nobody's end ends them."""
