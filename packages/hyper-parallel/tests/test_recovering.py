@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import time
 from unittest import mock
 
 import pytest
+from corrupted_runs import Fault as Corrupting
+from corrupted_runs import planted
 from small_runs import EXPERTS, TABLES, losses, run, validations
 from typer.testing import CliRunner
 
@@ -24,6 +27,7 @@ from hyper_parallel.launching.recovering import check_recovery, check_replacing,
 from hyper_parallel.run import Run
 from hyper_parallel.supervision.recovery import Recoveries, Told, fault_of
 from hyper_parallel.training.resuming import check_held
+from hyper_parallel.training.sentinel import FaultyRankError
 
 pytestmark = pytest.mark.framework("torch")
 
@@ -41,8 +45,11 @@ def run_here(*arguments, **options):
         return run(*arguments, **options)
 
 
-def broken_off(folder, mesh, paths, epoch, **options):
-    """Run with copies; in epoch 0 the rank fails once the weights of a step are new and before they are copied."""
+def broken_off(folder, mesh, paths, epoch, fault=None, **options):
+    """Run with copies; in epoch 0 the rank fails once the weights of a step are new and before they are copied.
+
+    In epoch 1 it has a fault.
+    """
     from hyper_parallel.torch.trainer import Trainer
 
     rank, update, taken = get_platform().groups.rank(), Trainer.update, []
@@ -54,7 +61,7 @@ def broken_off(folder, mesh, paths, epoch, **options):
 
     copies = Copies(paths[rank], rank=rank, epoch=epoch)
     with mock.patch.object(Trainer, "update", fails if epoch == 0 else update):
-        with contextlib.suppress(Fault):
+        with contextlib.suppress(Fault), planted(fault if epoch else None):
             run_here(folder, mesh, STEPS, copies=copies, resume="auto", **options)
     copies.close()
     return copies.refused
@@ -128,6 +135,58 @@ def test_a_copy_that_changed_is_refused_and_the_next_holder_used(tmp_path, slots
     text = "the copy of rank 1 of step {} in holder 0 has other bits than were written: it is not used"
     assert [sorted(each) for each in refused] == [[], [text.format(2), text.format(3)]]
     assert [str(each) for each in diff(last(tmp_path / "parts"), last(tmp_path / "whole"))] == []
+
+
+@pytest.mark.parametrize("kind", ["weight", "forward"])
+def test_the_first_step_after_a_recovery_is_not_the_first_of_the_run(tmp_path, slots, kind):
+    """A fault in it is one that is restored, not a run that can't be compared."""
+    make, _ = slots
+    paths, mesh = make(3), {"dp_replicate": 3}
+    name = {"weight": "model.norm.weight", "forward": "model.layers.0.mlp.up_proj"}[kind]
+    sdc = {"sdc": {"replicas": True, "replay_every": 3}, "batch_size": 6}
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    run_ranks(3, run_here, tmp_path / "whole", mesh, STEPS, changed=sdc)
+    fault = Corrupting(kind, 1, 1, name)  # of the process
+    for epoch in (0, 1):
+        run_ranks(3, broken_off, tmp_path / "parts", mesh, paths, epoch, fault, changed=sdc)
+    found = [json.loads(line) for line in (tmp_path / "parts" / "run" / "corruptions.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["ranks"], each["verdict"]) for each in found] == [(FAILS, [1], "transient")]
+    assert [str(each) for each in diff(last(tmp_path / "parts"), last(tmp_path / "whole"))] == []
+
+
+def corrupted_copies(folder, paths, faults, **sections):
+    """Run with copies and faults; write what a rank ends with."""
+    rank = get_platform().groups.rank()
+    copies = Copies(paths[rank], rank=rank, epoch=0)
+    with contextlib.ExitStack() as stack:
+        for each in faults:
+            stack.enter_context(planted(each))
+        try:
+            run_here(folder, {"dp_replicate": 3}, STEPS, copies=copies, changed={"batch_size": 6, **sections})
+        except FaultyRankError as error:
+            return error.ranks, error.newest, [each.step for each in error.corruptions]
+        finally:
+            copies.close()
+    return None
+
+
+def test_a_finding_is_in_the_line_of_its_own_step_where_fewer_are_copied(tmp_path, slots):
+    make, _ = slots
+    flip = Corrupting("weight", 3, 1, "model.norm.weight")
+    options = {"sdc": {"replicas": True}, "recovery": {"every": 2}, "validation": {}}
+    run_ranks(3, corrupted_copies, tmp_path, make(3), [flip], **options)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["corruptions"] for line in lines] == [0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 2)])
+def test_a_rank_that_keeps_wrong_weights_twice_is_to_be_replaced(tmp_path, slots, ranks):
+    make, _ = slots
+    flips = [Corrupting("weight", step, rank, "model.norm.weight") for step, rank in zip((2, 4), ranks)]
+    sdc = {"sdc": {"replicas": True, "on_fault": "replace"}}
+    ended = run_ranks(3, corrupted_copies, tmp_path, make(3), flips, **sdc)
+    assert ended == [((1,), None, [4]) if ranks == (1, 1) else None] * 3
 
 
 def test_without_a_whole_copy_the_newest_checkpoint_is_taken(tmp_path, slots):

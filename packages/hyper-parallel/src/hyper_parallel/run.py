@@ -245,7 +245,8 @@ class Run:
             launched = self._launch(last)
         except Exception:
             if last is not None and not self._recovers and last.numbers.ready():  # a whole step, which nobody repeats
-                yield self._finished(last)
+                if self._settled_alone(last):
+                    yield self._finished(last)
             raise
         note_step("step", self.step)
         if self._words is None and not self._recovers:  # now the optimizer has its states
@@ -365,6 +366,14 @@ class Run:
             found = self._sentinel is not None and bool(launched.numbers.read()[:, _CORRUPT].any())
             launched.faults = () if self._sentinel is None else self._sentinel.settle(launched.step, found)
         return launched.faults
+
+    def _settled_alone(self, launched: Launched) -> bool:
+        """Settle a step without the other ranks, which may be gone; tell whether its state is right."""
+        if launched.faults is None and self._sentinel is not None:
+            if self._sentinel.spoiled:
+                return False
+            launched.faults = self._sentinel.settle_alone(launched.step)
+        return True
 
     def _restore(self, copies: Copies, step: int) -> None:
         """Go on from a copy, as if its step had just been launched."""

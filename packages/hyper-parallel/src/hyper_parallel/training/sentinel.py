@@ -259,6 +259,15 @@ class Sentinel:
             if ending or again:
                 ending = ending or [each for each, _ in told]
                 self._end(ending[0].step, ending, MOST_RESTORES)
+        return self._texts(step)
+
+    def settle_alone(self, step: int) -> tuple[str, ...]:
+        """Tell what this rank knows of a step, whose other ranks may be gone."""
+        mine, self._own = self._own, []
+        self._tell([each for each, _ in mine])
+        return self._texts(step)
+
+    def _texts(self, step: int) -> tuple[str, ...]:
         texts = tuple(str(each) for each in self.found if each.step <= step)
         self.found = [each for each in self.found if each.step > step]
         return texts
