@@ -37,8 +37,12 @@ def model(log="", injection="", experts=False, **sizes):
     rank = os.environ.get("RANK")  # None in the launcher, which looks at the model beforehand
     if log and rank is not None:
         log_samples(f"{log}-{rank}.jsonl")
-    if injection and rank is not None and json.loads(injection)["rank"] in (int(rank), -1):
-        Injection(**json.loads(injection))
+    if injection and rank is not None:
+        fault = json.loads(injection)
+        if fault["moment"] == "group":
+            make_group_late(int(rank), **fault)
+        elif fault["rank"] in (int(rank), -1):
+            Injection(**fault)
     if experts:
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, **sizes))
     return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **sizes}))
@@ -77,6 +81,28 @@ def log_samples(path):
         return batch
 
     Batches.take = logged
+
+
+def make_group_late(own, rank, step, mark, **_):
+    """Let a rank and its neighbour make a group of their own in a step, before which the first of them is killed."""
+    from hp_platform import get_platform
+    from hyper_parallel.data.samples import Batches
+
+    if getattr(Batches, "grouped", False) or os.path.exists(mark):
+        return
+    take, Batches.grouped, now = Batches.take, True, [0]
+
+    def taken(self, sample):
+        now[0] += 1
+        if now[0] == step and own == rank:
+            with open(mark, "a") as file:
+                file.write(json.dumps({"at": time.time(), "pid": os.getpid()}) + "\\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif now[0] == step and own == rank + 1:
+            get_platform().groups.new_group([rank, own])
+        return take(self, sample)
+
+    Batches.take = taken
 
 
 def flipped(module, inputs, output):
@@ -200,7 +226,8 @@ class Fault:
         rank: which; -1: every rank.
         moment: "data", "forward", "collective", "backward", "before the update", "optimizer" (in the update), "copy"
             (while a step is copied), "rebuild" (in the backward, and where the next epoch builds its model), "save",
-            "writing" (when a save has begun in the background), or "load".
+            "writing" (when a save has begun in the background), "load", or "group" (where a neighbour waits for it to
+            make a group of both).
         how: "sigterm" (to the launcher), "kill" (SIGKILL), "raise", "exit" (`os._exit`), "stop" (SIGSTOP), "loop",
             "keep" (in C, with the interpreter), or "flip": from then on each product of the process has a wrong bit.
         step: of the process, from 1 on.

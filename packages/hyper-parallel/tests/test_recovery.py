@@ -88,6 +88,15 @@ def test_a_rank_that_computes_wrongly_is_replaced_and_the_run_ends_with_the_same
     assert doubted == (["doubted-step-00000006"] if every == 3 else [])
 
 
+def test_a_rank_that_waits_to_make_a_group_with_a_lost_one_is_let_go(launcher):
+    """The backend's limit is half an hour, and nothing watches for hangs here."""
+    run = {"steps": 8, "checkpoint_every": 3, "grad_clip": 1.0, "stop_within": 10.0, "hang_after": 0.0}
+    late = recovering_plan(launcher.folder / "text", mesh={"dp_replicate": 3}, run=run)
+    ended = launcher.train(late, "late-group", "--recover", fault=Fault(0, "group", "kill", 4), log=True)
+    assert ended.status == 0, ended.err
+    assert "note: rank 0 failed: killed by SIGKILL" in ended.err and "step 4 follows, from a copy" in ended.err
+
+
 @pytest.mark.thorough
 def test_every_rank_may_be_killed_at_once(launcher):
     """The launcher holds the copies, so that nobody's end ends them."""

@@ -250,9 +250,9 @@ class _Launcher:
             if any(each.told is not None and each.told.kind != "done" for each in self._members):
                 troubled = troubled or time.monotonic()
                 self._noticed = self._noticed or troubled
-                if not all(each.began for each in self._members):
-                    self._meeting = None  # who waits for others to come hears that they don't
                 late = time.monotonic() - troubled > _GRACE
+                if late or not all(each.began for each in self._members):
+                    self._meeting = None  # who waits for others to come, maybe to make a group, hears that they don't
                 for each in self._members if self._replaced == "all" and late else ():
                     if each.told is None:  # it is not the one to blame
                         each.process.kill()
