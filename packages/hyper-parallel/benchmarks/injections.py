@@ -135,8 +135,9 @@ class Injection:
         from hp_checkpoint.saving import copies
         from hp_platform.extend import observers
         from hyper_parallel.data.samples import Batches
+        from hyper_parallel.torch.trainer import Trainer
 
-        take, backward, copied = Batches.take, torch.autograd.backward, copies._copied
+        take, backward, copied, evaluate = Batches.take, torch.autograd.backward, copies._copied, Trainer.evaluate
 
         def taken(batches, sample):
             self.now += 1
@@ -148,6 +149,10 @@ class Injection:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda gradients: self.event("backward", last=True))
             return backward(tensors, *args, **options)
+
+        def evaluated(trainer, rows):
+            self.event("evaluation")
+            return evaluate(trainer, rows)
 
         def copies_one(*args):
             self.event("copy")
@@ -174,6 +179,7 @@ class Injection:
             self.event(self.inside or "collective")
 
         Batches.take, torch.autograd.backward, copies._copied = taken, differentiated, copies_one
+        Trainer.evaluate = evaluated
         around("save", "save")
         around("load", "load")
         observers.append(observed)
@@ -226,8 +232,8 @@ class Fault:
         rank: which; -1: every rank.
         moment: "data", "forward", "collective", "backward", "before the update", "optimizer" (in the update), "copy"
             (while a step is copied), "rebuild" (in the backward, and where the next epoch builds its model), "save",
-            "writing" (when a save has begun in the background), "load", or "group" (where a neighbour waits for it to
-            make a group of both).
+            "writing" (when a save has begun in the background), "load", "evaluation", or "group" (where a neighbour
+            waits for it to make a group of both).
         how: "sigterm" (to the launcher), "kill" (SIGKILL), "raise", "exit" (`os._exit`), "stop" (SIGSTOP), "loop",
             "keep" (in C, with the interpreter), or "flip": from then on each product of the process has a wrong bit.
         step: of the process, from 1 on.

@@ -141,3 +141,19 @@ def test_a_signal_stops_a_run_that_recovers_with_a_checkpoint(launcher):
     ended = launcher.train(plan(launcher), "stopped", "--recover", fault=Fault(0, "data", "sigterm", 4))
     assert ended.status == 143 and "stopped by SIGTERM: step " in ended.err
     assert processes(launcher) <= before
+
+
+@pytest.mark.parametrize(
+    "how", ["raise", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("kill", "exit"))]
+)
+def test_a_rank_that_fails_while_it_evaluates_is_replaced(launcher, how):
+    data = launcher.folder / "text"
+    validated = recovering_plan(
+        data, mesh={"dp_replicate": 2}, validation={"paths": [str(data)], "every": 2, "batches": 2}
+    )
+    whole = launcher.train(validated, f"whole-{how}", log=True)
+    assert whole.status == 0, whole.err
+    ended = launcher.train(validated, how, "--recover", fault=Fault(1, "evaluation", how, 4, 1), log=True)
+    assert ended.status == 0, ended.err
+    assert "note: rank 1 failed" in ended.err and "step 5 follows, from a copy" in ended.err
+    assert differences(launcher.folder, how, f"whole-{how}") == ""
