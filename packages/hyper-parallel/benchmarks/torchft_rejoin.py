@@ -22,7 +22,13 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
-SIZES = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "head_dim": 4,
+}
 
 
 def tell(**values: float) -> None:
@@ -83,9 +89,9 @@ def _go(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _replica(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+    command = [sys.executable, __file__, *arguments]
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, text=True)
     try:
         yield process
     finally:
