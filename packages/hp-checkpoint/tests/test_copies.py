@@ -29,8 +29,8 @@ def state(step):
 class Held:
     """Slots of some holders, and copies over them."""
 
-    def __init__(self, holders=1):
-        self.arenas = hold(holders)
+    def __init__(self, holders=1, slots=2):
+        self.arenas = hold(holders, slots=slots)
         self.descriptors = [[arena.descriptor for arena in holder] for holder in self.arenas]
 
     def copies(self, epoch=0):
@@ -46,8 +46,8 @@ class Held:
 def held():
     made: list[Held] = []
 
-    def make(holders=1):
-        made.append(Held(holders))
+    def make(holders=1, slots=2):
+        made.append(Held(holders, slots))
         return made[-1]
 
     yield make
@@ -86,6 +86,23 @@ def test_what_is_restored_is_not_written_over_by_the_next_copy(held):
     other.keep(2, state(20))
     assert sorted(other._readable()) == [1, 2]
     assert newest(other) == 2 and other.restore(2)["odd"].tobytes() == b"\x14" * 5
+
+
+def test_of_three_slots_one_stays_with_the_step_that_was_checked(held):
+    one = held(slots=3)
+    copies = one.copies()
+    for step in range(1, 10):
+        copies.keep(step, state(step), checked=1 if step < 5 else 5)
+        assert {step, min(step, 1 if step < 5 else 5)} <= copies._readable().keys()
+    other = one.copies(epoch=1)
+    assert sorted(other._readable()) == [5, 8, 9]
+    other.forget(8)
+    assert sorted(other._readable()) == [5, 8]
+    assert other.restore(5)["weights"].tobytes() == state(5)["weights"].tobytes()
+    other.keep(6, state(6), checked=5)
+    other.keep(7, state(7), checked=5)
+    other.keep(8, state(8), checked=5)
+    assert sorted(other._readable()) == [5, 7, 8]
 
 
 def test_a_larger_state_takes_more_memory(held):

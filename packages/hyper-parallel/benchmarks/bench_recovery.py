@@ -1,11 +1,13 @@
 """What recovery takes: from a kill to the next step, beside torchrun's restart; what cycles leave; what copies cost.
 
-python packages/hyper-parallel/benchmarks/bench_recovery.py [seconds] [cycles] [copies] [--rounds 5] [--cycles 60]
+python packages/hyper-parallel/benchmarks/bench_recovery.py [PART ...] [--rounds 5] [--cycles 60]
 
 `seconds` kills a rank of two in step 5, with `train --recover` and with `torchrun --max-restarts 1 ... --resume auto`
 (a checkpoint each step), and prints the seconds from the kill until step 5's line is written. `cycles` kills a rank in
 the same step again and again, and prints descriptors, threads and memory of the launcher and of the rank that stays; it
 fails where they grow, or where a process is left. `copies` prints what part of a step a copy takes, in one process.
+`torchft`, which is not among the parts that run by default, kills one of two replicas with `train --recover` and under
+torchft's manager, each with a process that waits to take its place; torchft's other replica goes on by itself first.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -104,6 +107,34 @@ def seconds(place: Path, rounds: int) -> int:
     return 0
 
 
+def torchft(place: Path, rounds: int) -> int:
+    """Print the seconds of torchft's manager beside ours, from the same runs."""
+    import torchft_rejoin
+
+    plan = plan_of(place / "text", mesh={"dp_replicate": 2}, run={"steps": 7, "checkpoint_every": 0})
+    fault = Fault(1, "backward", "kill", KILLED)
+    ours: list[float] = []
+    first: list[float] = []
+    both: list[float] = []
+    torchft_rejoin.check()
+    launcher = Launcher(place / "runs")
+    try:
+        for number in range(rounds):
+            ours.append(recovered(launcher, plan, f"run{number}", fault))
+            alone, together = torchft_rejoin.rejoined(KILLED)
+            first.append(alone)
+            both.append(together)
+            print(f"round {number}: {ours[-1]:.2f} s; torchft {alone:.2f} s alone, {together:.2f} s both", flush=True)
+    finally:
+        launcher.close()
+    print(
+        f"from the kill to the next step of both replicas, median of {rounds}: {statistics.median(ours):.2f} s, the"
+        f" same step with the same bits; torchft {statistics.median(both):.2f} s, after a step of one replica alone"
+        f" ({statistics.median(first):.2f} s)"
+    )
+    return 0
+
+
 def resources(pid: int) -> tuple[int, int, float]:
     """Return descriptors, threads and resident MiB of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -122,7 +153,7 @@ def session(leader: int) -> Iterator[int]:
 
 def cycles(place: Path, count: int) -> int:
     """Print what processes hold from cycle to cycle."""
-    launcher = Launcher(place / "runs")
+    launcher = Launcher(place / "runs", limit=300.0 + 10.0 * count)
     limits = {"limit": 10 * count, "same_step": 10 * count}
     plan = plan_of(place / "text", mesh={"dp_shard": 2}, recovery=limits)
     seen: list[tuple[tuple[int, int, float], tuple[int, int, float]]] = []
@@ -219,7 +250,7 @@ def copies(place: Path, rounds: int) -> int:
 def main() -> int:
     """Do what is asked for, or all of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="seconds, cycles, copies; default all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="seconds, cycles, copies (the default), torchft")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cycles", type=int, default=60)
     arguments = parser.parse_args()
@@ -230,7 +261,7 @@ def main() -> int:
             if part == "cycles":
                 wrong |= cycles(Path(name), arguments.cycles)
             else:
-                wrong |= {"seconds": seconds, "copies": copies}[part](Path(name), arguments.rounds)
+                wrong |= {"seconds": seconds, "copies": copies, "torchft": torchft}[part](Path(name), arguments.rounds)
     return wrong
 
 

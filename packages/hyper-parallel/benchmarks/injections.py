@@ -37,8 +37,12 @@ def model(log="", injection="", experts=False, **sizes):
     rank = os.environ.get("RANK")  # None in the launcher, which looks at the model beforehand
     if log and rank is not None:
         log_samples(f"{log}-{rank}.jsonl")
-    if injection and rank is not None and json.loads(injection)["rank"] in (int(rank), -1):
-        Injection(**json.loads(injection))
+    if injection and rank is not None:
+        fault = json.loads(injection)
+        if fault["moment"] == "group":
+            make_group_late(int(rank), **fault)
+        elif fault["rank"] in (int(rank), -1):
+            Injection(**fault)
     if experts:
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, **sizes))
     return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **sizes}))
@@ -79,6 +83,37 @@ def log_samples(path):
     Batches.take = logged
 
 
+def make_group_late(own, rank, step, mark, **_):
+    """Let a rank and its neighbour make a group of their own in a step, before which the first of them is killed."""
+    from hp_platform import get_platform
+    from hyper_parallel.data.samples import Batches
+
+    if getattr(Batches, "grouped", False) or os.path.exists(mark):
+        return
+    take, Batches.grouped, now = Batches.take, True, [0]
+
+    def taken(self, sample):
+        now[0] += 1
+        if now[0] == step and own == rank:
+            with open(mark, "a") as file:
+                file.write(json.dumps({"at": time.time(), "pid": os.getpid()}) + "\\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif now[0] == step and own == rank + 1:
+            get_platform().groups.new_group([rank, own])
+        return take(self, sample)
+
+    Batches.take = taken
+
+
+def flipped(module, inputs, output):
+    """Return the output of a product with one bit flipped."""
+    if not isinstance(module, torch.nn.Linear):
+        return None
+    wrong = output.clone()
+    wrong.detach().view(-1).view(torch.int32)[3] ^= 1 << 20
+    return wrong
+
+
 class Injection:
     """A fault at the count-th event of a kind, in a step of this process or in a save or a load."""
 
@@ -100,8 +135,9 @@ class Injection:
         from hp_checkpoint.saving import copies
         from hp_platform.extend import observers
         from hyper_parallel.data.samples import Batches
+        from hyper_parallel.torch.trainer import Trainer
 
-        take, backward, copied = Batches.take, torch.autograd.backward, copies._copied
+        take, backward, copied, evaluate = Batches.take, torch.autograd.backward, copies._copied, Trainer.evaluate
 
         def taken(batches, sample):
             self.now += 1
@@ -113,6 +149,10 @@ class Injection:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda gradients: self.event("backward", last=True))
             return backward(tensors, *args, **options)
+
+        def evaluated(trainer, rows):
+            self.event("evaluation")
+            return evaluate(trainer, rows)
 
         def copies_one(*args):
             self.event("copy")
@@ -139,6 +179,7 @@ class Injection:
             self.event(self.inside or "collective")
 
         Batches.take, torch.autograd.backward, copies._copied = taken, differentiated, copies_one
+        Trainer.evaluate = evaluated
         around("save", "save")
         around("load", "load")
         observers.append(observed)
@@ -165,6 +206,8 @@ class Injection:
             raise RuntimeError("a fault was injected")
         elif self.how == "exit":
             os._exit(7)
+        elif self.how == "flip":
+            torch.nn.modules.module.register_module_forward_hook(flipped)
         elif self.how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.how == "loop":
@@ -189,9 +232,10 @@ class Fault:
         rank: which; -1: every rank.
         moment: "data", "forward", "collective", "backward", "before the update", "optimizer" (in the update), "copy"
             (while a step is copied), "rebuild" (in the backward, and where the next epoch builds its model), "save",
-            "writing" (when a save has begun in the background), or "load".
-        how: "sigterm" (to the launcher), "kill" (SIGKILL), "raise", "exit" (`os._exit`), "stop" (SIGSTOP), "loop", or
-            "keep" (in C, with the interpreter).
+            "writing" (when a save has begun in the background), "load", "evaluation", or "group" (where a neighbour
+            waits for it to make a group of both).
+        how: "sigterm" (to the launcher), "kill" (SIGKILL), "raise", "exit" (`os._exit`), "stop" (SIGSTOP), "loop",
+            "keep" (in C, with the interpreter), or "flip": from then on each product of the process has a wrong bit.
         step: of the process, from 1 on.
         count: so many events of the kind pass before.
         times: it comes again, so often in all, in the first step of a process that takes the place of one that had it.

@@ -3,11 +3,11 @@
 python packages/hyper-parallel/benchmarks/recovery_matrix.py [--injections 100] [--launchers 1] [--seed 0] [--plans]
 
 A rank is killed, ends by `os._exit`, raises, loops in Python, or stays in C with the interpreter; in the data, the
-forward, a collective, the backward, before and in the optimizer's update, while a step is copied, in a save, and while
-one is written. Fails where a run does not end well, another rank is named than the one with the fault, its final
-weights or moments have other bits than those of the run without a fault, its metrics are others, or a step was trained
-on other samples. `--plans` goes through the plans (fsdp, hsdp, tp, pp, ep, cp, Muon, AdamW of eight bits, states and
-weights on the host) with a kill each, in place of the moments.
+forward, a collective, the backward, before and in the optimizer's update, while a step is copied, in a save, while one
+is written, and while the run evaluates. Fails where a run does not end well, another rank is named than the one with
+the fault, its final weights or moments have other bits than those of the run without a fault, its metrics are others,
+or a step was trained on other samples. `--plans` goes through the plans (fsdp, hsdp, tp, pp, ep, cp, Muon, AdamW of
+eight bits, states and weights on the host) with a kill each, in place of the moments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS, BATCH = 8, 12
 HOWS = ("kill", "exit", "raise", "loop", "keep")
 MOMENTS = (
     *("data", "forward", "collective", "backward", "before the update", "optimizer", "copy"),
-    *("save", "writing"),
+    *("save", "writing", "evaluation"),
 )
 MESHES = ({"dp_shard": 3}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 3}, {"dp_shard": 2, "pp": 2})
 DRAWN = {
@@ -92,17 +92,17 @@ def plan_of(data: Path, *, mesh: dict[str, int], **changed: Any) -> str:
         "schedule": {"kind": "cosine", "warmup_steps": 2},
         "data": {"sequence_length": 16, "batch_size": BATCH, "paths": [str(data)]},
         "run": {"steps": STEPS, "checkpoint_every": 3, "grad_clip": 1.0, "stop_within": 10.0, "hang_after": 8.0},
-        "recovery": {"limit": 100},
+        "recovery": {"limit": 100, "wait_for_spare": 120.0},  # on a busy machine, too
     }
     for name, section in changed.items():
         tables[name] = {**tables["recovery"], **section} if name == "recovery" else section
     return ParallelPlan.from_dict(tables).to_toml()
 
 
-def metrics_of(folder: Path) -> list[tuple[float, ...]]:
+def metrics_of(folder: Path) -> list[tuple[float | None, ...]]:
     """Return what a run wrote of each step, but for times."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines]
+    return [tuple(map(line.get, ("step", "loss", "grad_norm", "lr", "validation_loss"))) for line in lines]
 
 
 def samples_of(folder: Path, run: str) -> dict[int, set[tuple[int, ...]]]:
@@ -178,13 +178,17 @@ def cases(arguments: argparse.Namespace, data: Path) -> list[tuple[str, str, Fau
         numbers = random.Random(arguments.seed * 1_000_003 + number)
         how, moment = HOWS[number % len(HOWS)], MOMENTS[number // len(HOWS) % len(MOMENTS)]
         mesh = MESHES[number % len(MESHES)] if not arguments.only else {"dp_shard": 3}
-        if moment == "backward" and "pp" in mesh:  # a first stage's is called by a name that no fault is put into
+        # A first stage's backward is called by a name that no fault is put into, and stages do not evaluate.
+        if moment in ("backward", "evaluation") and "pp" in mesh:
             mesh = MESHES[0]
+        changed = {"validation": {"paths": [str(data)], "every": 2, "batches": 2}} if moment == "evaluation" else {}
         ranks = 1
         for size in mesh.values():
             ranks *= size
         fault = Fault(numbers.randrange(ranks), moment, how, numbers.randrange(2, 6), numbers.randrange(6))
-        found.append((f"{how} of rank {fault.rank} in {moment} of step {fault.step}", plan_of(data, mesh=mesh), fault))
+        found.append(
+            (f"{how} of rank {fault.rank} in {moment} of step {fault.step}", plan_of(data, mesh=mesh, **changed), fault)
+        )
     return found
 
 

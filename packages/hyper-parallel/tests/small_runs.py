@@ -42,6 +42,7 @@ DROPOUT = {
     "config": "GPT2Config",
     "overrides": {"vocab_size": 256, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "resid_pdrop": 0.5},
 }
+SECTIONS = "validation profile experts metrics monitor memory compile pipeline sdc recovery".split()
 # Keys of `[run]` that tests change.
 OF_RUN = ("seed", "dtype", "deterministic", "accumulate", "checkpoint_layout", "keep", "keep_best")
 
@@ -65,7 +66,7 @@ def run(folder, mesh, steps=3, model=None, *, changed=None, optimizer="adamw", *
         tables["validation"] = {"paths": [str(text)], "every": 2, "batches": 2}
     tables["metrics"] = {"peak_flops": 1e9}
     for name, value in (changed or {}).items():
-        if name in ("validation", "profile", "experts", "metrics", "monitor", "memory", "compile", "pipeline", "sdc"):
+        if name in SECTIONS:
             tables[name] = value
         else:
             tables["run" if name in OF_RUN else "data"][name] = value

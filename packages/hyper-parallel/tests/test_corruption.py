@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from corrupted_runs import Fault, random_faults, run_corrupted
+from corrupted_runs import Fault, planted, random_faults, run_corrupted
 from safetensors.numpy import load_file
 from small_runs import DROPOUT, EXPERTS, TABLES, losses, run
 
@@ -19,6 +19,7 @@ from hp_fsdp.torch.groups.bucket import Bucket
 from hp_plan import Corruption, CorruptionError, lint
 from hp_testing import run_ranks
 from hyper_parallel.run import Run
+from hyper_parallel.torch.trainer import Trainer
 
 pytestmark = pytest.mark.framework("torch")
 thorough = pytest.mark.thorough
@@ -306,6 +307,32 @@ def test_no_alarm_in_250_clean_steps(tmp_path, mesh, model, changed):
     assert not found(tmp_path) and len(losses(tmp_path)) == 500
 
 
+def failing_in_step_4(folder, fault):
+    """Train until all ranks raise, beside a fault that nobody has heard of then."""
+    (folder / "run").mkdir(parents=True, exist_ok=True)
+    gradients, done = Trainer.gradients, []
+
+    def fails(self, rows):
+        done.append(rows)
+        if len(done) == 4:
+            raise RuntimeError("planted")
+        return gradients(self, rows)
+
+    with mock.patch.object(Trainer, "gradients", fails), planted(fault), pytest.raises(RuntimeError, match="planted"):
+        run(folder, {"dp_replicate": 2}, 6, changed={"sdc": {"replicas": True}})
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_last_words_do_not_save_what_was_found_to_be_wrong(tmp_path, wrong):
+    fault = Fault("weight", 3, 1, "model.norm.weight") if wrong else None
+    run_ranks(2, failing_in_step_4, tmp_path, fault)
+    steps = [2] if wrong else [2, 3]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
+        f"step-{step:08d}" for step in steps
+    ]
+    assert len(losses(tmp_path)) == 2 * steps[-1]
+
+
 def resumed(folder):
     options = {"changed": {"sdc": BOTH}}
     run(folder, {"dp_shard": 2}, 4, until=2, **options)
@@ -320,7 +347,6 @@ def test_a_run_goes_on_with_its_checks(tmp_path):
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ({"sdc": {"replay_every": 2, "on_fault": "replace"}, "mesh": {"dp_shard": 2}}, "needs spare processes"),
         ({"sdc": {"replicas": True}}, "on one rank there is one copy"),
         ({"sdc": {"on_fault": "report"}}, "which nothing uses without sdc.replay_every"),
         ({"sdc": {"replay_every": 2}, "memory": {"budget": "1GiB"}}, "more than once to plan"),

@@ -67,6 +67,36 @@ def test_a_killed_process_is_replaced_and_the_run_ends_with_the_same_bits(launch
     assert processes(launcher) <= before
 
 
+@pytest.mark.parametrize(
+    ("every", "step", "wrong_until"), [pytest.param(1, 5, 5, marks=pytest.mark.thorough), (3, 5, 7)]
+)
+def test_a_rank_that_computes_wrongly_is_replaced_and_the_run_ends_with_the_same_bits(
+    launcher, every, step, wrong_until
+):
+    """The state is wrong until a step is replayed: the copy of the last one that was replayed before counts."""
+    name, data, mesh = f"wrong{every}", launcher.folder / "text", {"dp_shard": 3}
+    whole = launcher.train(recovering_plan(data, mesh=mesh, sdc={"replay_every": every}), f"{name}-whole", log=True)
+    assert whole.status == 0, whole.err
+    wrong = recovering_plan(data, mesh=mesh, sdc={"replay_every": every, "on_fault": "replace"})
+    ended = launcher.train(wrong, name, "--recover", fault=Fault(1, "forward", "flip", step), log=True)
+    assert ended.status == 0, ended.err
+    assert f"note: rank 1 failed: step {wrong_until}: persistent corruption of forward model.layers" in ended.err
+    assert "its process ends itself; epoch 1 begins" in ended.err
+    assert f"step {5 if every == 3 else step} follows, from a copy" in ended.err
+    assert differences(launcher.folder, name, f"{name}-whole") == ""
+    doubted = [path.name for path in (launcher.folder / name / "checkpoints").glob("doubted-*")]
+    assert doubted == (["doubted-step-00000006"] if every == 3 else [])
+
+
+def test_a_rank_that_waits_to_make_a_group_with_a_lost_one_is_let_go(launcher):
+    """The backend's limit is half an hour, and nothing watches for hangs here."""
+    run = {"steps": 8, "checkpoint_every": 3, "grad_clip": 1.0, "stop_within": 10.0, "hang_after": 0.0}
+    late = recovering_plan(launcher.folder / "text", mesh={"dp_replicate": 3}, run=run)
+    ended = launcher.train(late, "late-group", "--recover", fault=Fault(0, "group", "kill", 4), log=True)
+    assert ended.status == 0, ended.err
+    assert "note: rank 0 failed: killed by SIGKILL" in ended.err and "step 4 follows, from a copy" in ended.err
+
+
 @pytest.mark.thorough
 def test_every_rank_may_be_killed_at_once(launcher):
     """The launcher holds the copies, so that nobody's end ends them."""
@@ -111,3 +141,19 @@ def test_a_signal_stops_a_run_that_recovers_with_a_checkpoint(launcher):
     ended = launcher.train(plan(launcher), "stopped", "--recover", fault=Fault(0, "data", "sigterm", 4))
     assert ended.status == 143 and "stopped by SIGTERM: step " in ended.err
     assert processes(launcher) <= before
+
+
+@pytest.mark.parametrize(
+    "how", ["raise", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("kill", "exit"))]
+)
+def test_a_rank_that_fails_while_it_evaluates_is_replaced(launcher, how):
+    data = launcher.folder / "text"
+    validated = recovering_plan(
+        data, mesh={"dp_replicate": 2}, validation={"paths": [str(data)], "every": 2, "batches": 2}
+    )
+    whole = launcher.train(validated, f"whole-{how}", log=True)
+    assert whole.status == 0, whole.err
+    ended = launcher.train(validated, how, "--recover", fault=Fault(1, "evaluation", how, 4, 1), log=True)
+    assert ended.status == 0, ended.err
+    assert "note: rank 1 failed" in ended.err and "step 5 follows, from a copy" in ended.err
+    assert differences(launcher.folder, how, f"whole-{how}") == ""

@@ -15,7 +15,7 @@ import numpy as np
 from hp_checkpoint import Checkpointer, CheckpointError, InvalidCheckpointError, Keep
 from hp_checkpoint.extend import Copies, LastWords, Ranks, steps_in
 from hp_offload.extend import BudgetError
-from hp_plan import CorruptionError, ParallelPlan, PlanError
+from hp_plan import CorruptionError, Diagnostic, ParallelPlan, PlanError
 from hp_plan.extend import ReadingsFile, data_parallel_rows, decode, earliest, encode, vocabulary
 from hp_platform import LostRankError, get_platform, manual_seed
 from hp_platform.extend import note_step
@@ -54,7 +54,7 @@ from hyper_parallel.supervision.run_end import (
 from hyper_parallel.training.evaluating import Prompts, Validation
 from hyper_parallel.training.keeping import Launched, kept, take
 from hyper_parallel.training.profiles import Profile
-from hyper_parallel.training.resuming import changes, check_held, hyperparameters, next_sample, order
+from hyper_parallel.training.resuming import changes, check_held, hyperparameters, next_sample, order, set_aside
 from hyper_parallel.training.sentinel import Sentinel
 
 _FOUND_ALIKE = (DivergedError, CorruptionError)
@@ -83,6 +83,9 @@ class Run:
         tell: called with what became of the last finished step when the run fails, on one rank that is left.
         copies: of this rank's state, kept as `[recovery]` says; where all ranks have one of a step the run goes on from
             the newest, whatever `resume` says. A run that fails saves nothing then: its copies are there.
+        newest: go on from no step after it: copies of later ones are dropped, and checkpoints set aside in folders
+            `doubted-step-N`. Default None: from any.
+        proved: the run's first step has been done by other processes, with what `[sdc]` checks in it. Default False.
 
     Attributes:
         plan: the plan, its data in tokens.
@@ -108,6 +111,8 @@ class Run:
         stop: Stop | None = None,
         tell: Callable[[str], object] | None = None,
         copies: Copies | None = None,
+        newest: int | None = None,
+        proved: bool = False,
     ) -> None:
         self._stop, self.ranks = stop, Ranks()
         self.folder = Path(self.ranks.first(str(folder.absolute()).encode, "train").decode())
@@ -115,6 +120,14 @@ class Run:
         self.plan = plan = with_tokens(plan, self.folder, self.ranks)
         self.contents, data = self._agreed_contents()
         self._copies, self._recovers = copies, copies is not None
+        if plan.sdc.on_fault == "replace" and copies is None:
+            message = "got 'replace', but this run keeps no copies that a spare process could go on from"
+            raise PlanError(
+                [Diagnostic("sdc.on_fault", message, "hyper-parallel train --recover; or make it 'restore'")]
+            )
+        if newest is not None and copies is not None:
+            copies.forget(newest)
+            self.ranks.first(lambda: set_aside(self.folder / CHECKPOINTS, newest), "train")
         held = [] if copies is None else copies.steps(self.ranks)
         copied = max(set.intersection(*held), default=None) if held else None
         # One rank looks: a writer of the run that was killed may complete a checkpoint meanwhile.
@@ -134,7 +147,7 @@ class Run:
         self._profile = Profile(plan, self.trainer, self.folder, rank=self.ranks.rank)
         self._numbers = gathering().Numbers
         self._peak, self._counted = self._all_peaks(), None
-        self.step = self.sample = 0
+        self.step = self.sample = self._clean = 0
         self.peak_memory: tuple[int, ...] = ()
         self._end = plan.run.steps if until is None else min(until, plan.run.steps)
         self._asked = self._updating = False
@@ -162,7 +175,9 @@ class Run:
         self._saved = self.step if copied is None else max((each for each in steps if each <= copied), default=0)
         on = plan.sdc.replicas or plan.sdc.replay_every
         ranks, folder = self.ranks, self.folder
-        self._sentinel = Sentinel(plan, self.trainer, ranks, folder, rows_of=self._rows_of) if on else None
+        proved = proved or copied is not None
+        options: dict[str, Any] = {"rows_of": self._rows_of, "clean": self._clean, "proved": proved}
+        self._sentinel = Sentinel(plan, self.trainer, ranks, folder, **options) if on else None
         self._readings: ReadingsFile | None = None
         if self.trainer.capture is not None:
             layout = self.trainer.capture.layout()
@@ -230,7 +245,8 @@ class Run:
             launched = self._launch(last)
         except Exception:
             if last is not None and not self._recovers and last.numbers.ready():  # a whole step, which nobody repeats
-                yield self._finished(last)
+                if self._settled_alone(last):
+                    yield self._finished(last)
             raise
         note_step("step", self.step)
         if self._words is None and not self._recovers:  # now the optimizer has its states
@@ -283,7 +299,7 @@ class Run:
             last.ended = begun
         try:
             with self._profile.around(self.step + 1):
-                return self._computed(begun)
+                return self._computed(begun, last)
         except BudgetError as error:
             raise PlanError([over_budget(self.plan, error)]) from error
         except Exception as error:
@@ -300,7 +316,7 @@ class Run:
         write_shortage(self.folder, rank, text)
         return text
 
-    def _computed(self, begun: float) -> Launched:
+    def _computed(self, begun: float, before: Launched | None) -> Launched:
         batch, lr = self._batches.take(self.sample), self.trainer.lr
         capture = self.trainer.capture
         if self._sentinel is not None:
@@ -326,17 +342,19 @@ class Run:
         readings = None if capture is None else capture.take(loss)
         launched = Launched(self.step, lr, self._numbers(own), begun, readings=readings)
         if self._copies is not None and self.step % self.plan.recovery.every == 0:
-            self._keep(self._copies, launched)
+            self._keep(self._copies, launched, before)
         return launched
 
-    def _keep(self, copies: Copies, launched: Launched) -> None:
+    def _keep(self, copies: Copies, launched: Launched, before: Launched | None) -> None:
         """Keep a copy of the step: what the next one rests on, and the numbers of this one, which is yielded later."""
         self._write(launched.readings, self.step)
         launched.readings = None
+        if before is not None:
+            self._settled(before)  # so that its line has its own
         self._settled(launched)  # before the copy: a state that can't be mended is not kept
         state = kept(self.trainer, launched, self._position(self.trainer.experts()))
         try:
-            copies.keep(self.step, state)
+            copies.keep(self.step, state, checked=0 if self._sentinel is None else self._sentinel.clean)
         except OSError as error:  # the run needs none to go on
             self._copies = None
             text = f"no copies are kept from step {self.step} on: {error}; a fault costs the steps since the newest"
@@ -349,10 +367,18 @@ class Run:
             launched.faults = () if self._sentinel is None else self._sentinel.settle(launched.step, found)
         return launched.faults
 
+    def _settled_alone(self, launched: Launched) -> bool:
+        """Settle a step without the other ranks, which may be gone; tell whether its state is right."""
+        if launched.faults is None and self._sentinel is not None:
+            if self._sentinel.spoiled:
+                return False
+            launched.faults = self._sentinel.settle_alone(launched.step)
+        return True
+
     def _restore(self, copies: Copies, step: int) -> None:
         """Go on from a copy, as if its step had just been launched."""
         self._again, data = take(self.trainer, step, copies.restore(step))
-        self.step, self.sample = step, data["sample"]
+        self.step, self.sample, self._clean = step, data["sample"], data.get("checked", 0)
         self.trainer.go_on(step, data["experts"])
 
     def _begin(self) -> None:
@@ -441,9 +467,10 @@ class Run:
         """Save the newest finished step with the ranks that are left; say on the first of them what came of it."""
         if self._words is None:
             return
+        spoiled = self._sentinel is not None and self._sentinel.spoiled  # nothing is saved of what is known to be wrong
         try:
             text = self._words.save(
-                None if self._updating else self.step,
+                None if self._updating or spoiled else self.step,
                 saved=self._saved,
                 lost=error.ranks if isinstance(error, LostRankError) else (),
                 schedule=self.trainer.schedule,
@@ -455,7 +482,8 @@ class Run:
             self._tell(text)
 
     def _position(self, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-        return {"sample": self.sample, "experts": experts, **order(self.plan, self.contents)}
+        checked = {} if self._sentinel is None else {"checked": self._sentinel.clean}
+        return {"sample": self.sample, "experts": experts, **checked, **order(self.plan, self.contents)}
 
     def _agreed_contents(self) -> tuple[tuple[Content, ...], Opened]:
         """Open and describe the training data, which all ranks have alike.
@@ -508,7 +536,7 @@ class Run:
             saved = loaded.data
             own = order(self.plan, self.contents)
             self.sample = next_sample(own, saved, loaded.folder, new_data=new_data)
-            self.step = loaded.step
+            self.step, self._clean = loaded.step, saved.get("checked", 0)
             trainer.go_on(loaded.step, saved.get("experts"))
             return
         fix = "take it from a backup, or choose another folder with --out"

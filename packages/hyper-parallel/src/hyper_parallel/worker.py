@@ -135,6 +135,8 @@ def train(
     stop: Stop | None = None,
     tell: Callable[[str], object] | None = None,
     copies: Copies | None = None,
+    newest: int | None = None,
+    proved: bool = False,
     begun: Callable[[Run], object] | None = None,
 ) -> Summary | None:
     """Train the plan's model and write the run's files. Every rank calls it.
@@ -148,6 +150,8 @@ def train(
         stop: tells whether to stop before the end.
         tell: called with what became of the last finished step when the run fails.
         copies: of this rank's state, kept each step, and gone on from where there are some.
+        newest: as of `Run`.
+        proved: as of `Run`.
         begun: called with the run before its first step.
 
     Returns:
@@ -156,7 +160,8 @@ def train(
     leader = get_platform().groups.rank() == 0
     with contextlib.ExitStack() as stack:
         kept = stack.enter_context(keeping_warnings(get_platform().groups.rank()))
-        run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop, tell=tell, copies=copies))
+        recovering: dict[str, Any] = {"copies": copies, "newest": newest, "proved": proved}
+        run = stack.enter_context(Run(plan, folder, resume=resume, until=until, stop=stop, tell=tell, **recovering))
         kept.write_to(run.folder)
         if begun is not None:
             begun(run)

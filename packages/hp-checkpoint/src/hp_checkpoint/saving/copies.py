@@ -7,7 +7,8 @@ Note [Slots]
     content changes and written after it, so a slot without a header is none. The header has the sum of the content's
     64-bit words, so content that has changed since is none either: it is refused, and said.
 
-    A holder is one such pair of slots. Several hold the same, each in memory of its own.
+    A holder is one such pair of slots. Several hold the same, each in memory of its own. A third slot lets the copy of
+    an older step stay, which was checked, while the other two are written.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Copies:
         224
 
     Args:
-        holders: of each, the two slots: descriptors of memfds, or paths below ``/proc/<pid>/fd`` of another process.
+        holders: of each, the two or three slots: descriptors of memfds, or paths below ``/proc/<pid>/fd`` of another
+            process.
         rank: whose state it is, to name it.
         epoch: of this process.
 
@@ -73,14 +75,15 @@ class Copies:
         self._slots = [[Arena(_opened(place)) for place in slots] for slots in holders]
         self._rank, self._epoch, self._boot = rank, epoch, _boot_id()
         self.refused: list[str] = []
-        self._next = 0
 
-    def keep(self, step: int, state: Mapping[str, Any]) -> None:
-        """Copy a state into the slot that was written longer ago, of every holder.
+    def keep(self, step: int, state: Mapping[str, Any], *, checked: int = 0) -> None:
+        """Copy a state into the slot of the oldest step, of every holder.
 
         Args:
             step: that the state is of.
             state: nested dictionaries and lists of tensors, of which the local part is kept, and of JSON values.
+            checked: where a holder has three slots, the newest copy up to this step is not written over. Default 0:
+                none.
 
         Raises:
             StaleEpochError: a process of a newer epoch has written into the slots.
@@ -94,14 +97,14 @@ class Copies:
         begin = -(-len(text) // _WORD) * _WORD
         size = begin + starts[-1]
         for holder in self._slots:
-            arena = holder[self._next]
-            for other in holder:
-                header = _read(other)
-                if header is not None and header.epoch > self._epoch:
-                    raise StaleEpochError(
-                        f"rank {self._rank}: this process is of epoch {self._epoch}, and its copies are of epoch"
-                        f" {header.epoch}: another process has taken its place"
-                    )
+            headers = [_read(other) for other in holder]
+            newer = max((each.epoch for each in headers if each is not None), default=0)
+            if newer > self._epoch:
+                raise StaleEpochError(
+                    f"rank {self._rank}: this process is of epoch {self._epoch}, and its copies are of epoch {newer}:"
+                    " another process has taken its place"
+                )
+            arena = holder[_oldest([-1 if each is None else each.step for each in headers], checked)]
             if os.fstat(arena.descriptor).st_size < _AT + size:
                 os.posix_fallocate(arena.descriptor, 0, _AT + size)  # memory that lacks is an error here, not SIGBUS
             memory = arena.reserve(_AT + size)
@@ -114,11 +117,10 @@ class Copies:
             bits += _facts(step, self._epoch, len(text), size)
             packed = _HEADER.pack(_MARK, step, self._epoch, len(text), size, _wrapped(bits), self._boot)
             memory[: len(packed)] = np.frombuffer(packed, np.uint8)
-        self._next = (self._next + 1) % SLOTS
 
     def steps(self, ranks: Ranks) -> list[set[int]]:
         """Return the steps that each rank can restore, by rank; all ranks call it together."""
-        own = np.full(SLOTS * len(self._slots), -1, np.int64)  # as many bytes on each rank
+        own = np.full(sum(map(len, self._slots)), -1, np.int64)  # as many bytes on each rank
         readable = sorted(self._readable())
         own[: len(readable)] = readable
         return [set(np.frombuffer(each, np.int64).tolist()) - {-1} for each in ranks.gather(own.tobytes())]
@@ -144,12 +146,15 @@ class Copies:
             size, at = places[address]
             return content[at : at + size]
 
-        self._next = (slot + 1) % SLOTS
-        for other in (each for slots in self._slots for each in slots):
-            later = _read(other)
-            if later is not None and later.step > step:  # this epoch computes these steps again
-                other.reserve(_AT)[:_AT] = 0
+        self.forget(step)  # this epoch computes later steps again
         return decode(text["tree"], tensor, f"the copy of rank {self._rank}")
+
+    def forget(self, step: int) -> None:
+        """Drop the copies of steps after one."""
+        for arena in (each for slots in self._slots for each in slots):
+            later = _read(arena)
+            if later is not None and later.step > step:
+                arena.reserve(_AT)[:_AT] = 0
 
     def close(self) -> None:
         """Close this process's descriptors; the memory stays with the holder."""
@@ -177,6 +182,12 @@ class Copies:
     def _refuse(self, text: str) -> None:
         if text not in self.refused:
             self.refused.append(text)
+
+
+def _oldest(steps: Sequence[int], checked: int) -> int:
+    """Return the slot of the oldest step; of three not that which has the newest step up to a checked one."""
+    stays = max((step for step in steps if 0 <= step <= checked), default=-1) if len(steps) > SLOTS else -1
+    return min((slot for slot, step in enumerate(steps) if step < 0 or step != stays), key=lambda slot: steps[slot])
 
 
 def _opened(place: int | str) -> int:
@@ -228,6 +239,11 @@ def _boot_id() -> bytes:
     return bytes(16)
 
 
-def hold(count: int) -> list[list[Arena]]:
-    """Make the memory of so many holders of one rank's copies, in the process that outlives the writers."""
-    return [[Arena() for _ in range(SLOTS)] for _ in range(count)]
+def hold(count: int, *, slots: int = SLOTS) -> list[list[Arena]]:
+    """Make the memory of so many holders of one rank's copies, in the process that outlives the writers.
+
+    Args:
+        count: of holders.
+        slots: of each; 3 where a checked copy is to stay.
+    """
+    return [[Arena() for _ in range(slots)] for _ in range(count)]

@@ -368,7 +368,9 @@ class SdcSection:
             data parallel rank it computes them again itself, and finds what does not last.
         on_fault: `"report"` tells and goes on. `"restore"` computes a step anew before its update and takes corrupt
             weights and states from a replica, three times at one step at most; what lasts, or can't be told, ends the
-            run. `"replace"` is to put a spare process in its place, and is refused: none does yet.
+            run. `"replace"` does the same, but a rank that is wrong twice ends its own process, and one of the spares
+            of `hyper-parallel train --recover` goes on in its place from a copy of the last step whose computations
+            agreed; where nobody can tell which rank is wrong, the run ends.
     """
 
     replicas: bool = False

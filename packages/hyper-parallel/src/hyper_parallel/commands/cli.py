@@ -59,7 +59,7 @@ from hyper_parallel.commands.reporting import Version, leads, say, saying_what_i
 from hyper_parallel.commands.slurm import Request, check_request, job_script
 from hyper_parallel.data.tokenization.tokenized import text_notes
 from hyper_parallel.launching.launch import Job, Resume
-from hyper_parallel.launching.recovering import check_recovery, described, recovery_notes
+from hyper_parallel.launching.recovering import check_recovery, check_replacing, described, recovery_notes
 from hyper_parallel.port import launcher
 from hyper_parallel.reports.display import evaluation_text, findings_table, make_console, settings_table, verify_table
 from hyper_parallel.reports.output import OutputError, claimed, prepare_folder, replace_text
@@ -172,6 +172,7 @@ def train(
             raise SettingError(f"--debug-rank {debug_rank}: the {ranks} ranks are 0 to {ranks - 1}")
         check_recovery(recover, debug_rank)
         ready = checked(tables, ranks, training=True)
+        check_replacing(ready, recover)
         if recover:
             typer.echo(f"note: {described(ready, spares)}", err=True)
         for note in text_notes(ready) if leads() else ():

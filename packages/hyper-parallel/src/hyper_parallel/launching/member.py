@@ -35,6 +35,7 @@ from hyper_parallel.reports.events import EventWriter, hand_over_output
 from hyper_parallel.run import Run
 from hyper_parallel.supervision.recovery import Epoch, Told
 from hyper_parallel.supervision.run_end import Stop
+from hyper_parallel.training.sentinel import FaultyRankError
 from hyper_parallel.worker import failed_by_another, format_warning, train
 
 
@@ -57,6 +58,9 @@ def live(job: Job, control: Connection) -> None:
     with contextlib.suppress(EOFError):
         while (epoch := control.recv()) is not None:
             told = _take_part(job, epoch, stop, control)
+            if told.error == FaultyRankError.__name__:  # what it computes is wrong
+                control.send(told)
+                break
             _clear()
             control.send(told)
     os._exit(0)  # threads of a backend may hold what has been sent
@@ -92,10 +96,16 @@ def _take_part(job: Job, epoch: Epoch, stop: Stop, control: Connection) -> Told:
         stop.listen()
         tell = functools.partial(_say, control, epoch.number)
         options: dict[str, Any] = {"resume": epoch.resume, "until": epoch.until, "stop": stop, "tell": tell}
+        options |= {"newest": epoch.newest, "proved": epoch.proved}
         result = train(job.plan, job.folder, reporter=reporter, copies=copies, begun=begun, **options)
         note_step("end", 0 if result is None else result.steps)
         get_platform().collectives.barrier()
         return Told("done", epoch.number, result=result)
+    except FaultyRankError as error:  # alike on all ranks
+        if epoch.rank not in error.ranks:
+            return Told("lost", epoch.number, str(error), newest=error.newest)
+        text = f"{error}; its process ends itself"
+        return Told("failed", epoch.number, text, FaultyRankError.__name__, newest=error.newest)
     except Exception as error:
         if any(process.peer_lost(each) for each in _chain(error)) or failed_by_another(error):
             return Told("lost", epoch.number, str(error))

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from hp_checkpoint.extend import hold
-from hp_plan import ParallelPlan, RecoverySection
+from hp_plan import Diagnostic, ParallelPlan, PlanError, RecoverySection
 from hp_platform import get_platform
 from hp_platform.extend import SettingError, hold_meeting, inside_launcher, platform_name, read_flight
 from hyper_parallel.launching.launch import Interrupted, Job, RankFailure
@@ -83,8 +83,38 @@ def check_recovery(recover: bool, debug_rank: int | None) -> None:
         raise SettingError("--recover and --debug-rank: a rank that a person debugs is not replaced; leave one out")
 
 
+def check_replacing(plan: ParallelPlan, recover: bool) -> None:
+    """Check that processes whose numbers are wrong can be replaced, where `[sdc]` of a plan is to.
+
+    Args:
+        plan: the plan.
+        recover: the command is to replace processes.
+
+    Raises:
+        PlanError: they can't.
+    """
+    section, kind = plan.sdc, get_platform().devices.kind
+    if section.on_fault != "replace" or not (section.replicas or section.replay_every):
+        return
+    key, fix = "sdc.on_fault", "make it 'restore', which ends the run at what lasts, or 'report'"
+    if not recover:
+        message = "got 'replace', but no spare process is there, nor copies that it could go on from"
+        fix = f"hyper-parallel train --recover --spares 1, which starts the ranks of one machine; or {fix}"
+        raise PlanError([Diagnostic(key, message, fix)])
+    if kind != "cpu":
+        message = f"got 'replace', but a spare process would compute on the same {kind} device"
+        raise PlanError([Diagnostic(key, message, fix)])
+
+
+def slots_of(plan: ParallelPlan) -> int:
+    """Return how many copies a holder keeps: one more where the last step that was checked has to stay."""
+    return 3 if plan.sdc.on_fault == "replace" and plan.sdc.replay_every > plan.recovery.every else 2
+
+
 def recovery_notes(plan: ParallelPlan) -> list[str]:
-    """Say where a plan's `[recovery]` has no effect."""
+    """Say where a plan's `[recovery]` has no effect, and what a plan needs `--recover` for."""
+    if plan.sdc.on_fault == "replace":
+        return ["sdc.on_fault = 'replace' needs spare processes: hyper-parallel train --recover --spares 1"]
     if plan.recovery == RecoverySection():
         return []
     return [
@@ -156,7 +186,10 @@ class _Launcher:
         self._job, self._ranks, self._folder, self._plan = job, ranks, folder, job.plan
         self._replaced = replaced(job.plan)
         self._recoveries = Recoveries(job.plan.recovery)
-        self._held = [hold(job.plan.recovery.holders) for _ in range(ranks)]
+        slots = slots_of(job.plan)
+        self._held = [hold(job.plan.recovery.holders, slots=slots) for _ in range(ranks)]
+        self._newest: int | None = None  # until all have dropped what is after it
+        self._proved = False
         self._members: list[_Member] = []
         self._spares: list[_Member] = []
         self._number, self._meeting, self._flights = -1, None, folder
@@ -205,7 +238,8 @@ class _Launcher:
         self._watch: Watch | None = self._epoch.enter_context(watched)
         for rank, member in enumerate(self._members):
             slots = tuple(tuple(f"/proc/{os.getpid()}/fd/{each.descriptor}" for each in h) for h in self._held[rank])
-            member.begin(Epoch(self._number, rank, self._ranks, port, self._flights, slots, resume, until))
+            told = (self._number, rank, self._ranks, port, self._flights, slots, resume, until)
+            member.begin(Epoch(*told, self._newest, self._proved))
 
     def _follow(self) -> bool:
         """Wait until every rank has told how the epoch ended for it, or is no more; tell whether it is done."""
@@ -216,9 +250,9 @@ class _Launcher:
             if any(each.told is not None and each.told.kind != "done" for each in self._members):
                 troubled = troubled or time.monotonic()
                 self._noticed = self._noticed or troubled
-                if not all(each.began for each in self._members):
-                    self._meeting = None  # who waits for others to come hears that they don't
                 late = time.monotonic() - troubled > _GRACE
+                if late or not all(each.began for each in self._members):
+                    self._meeting = None  # who waits for others to come, maybe to make a group, hears that they don't
                 for each in self._members if self._replaced == "all" and late else ():
                     if each.told is None:  # it is not the one to blame
                         each.process.kill()
@@ -266,7 +300,7 @@ class _Launcher:
     def _all_began(self) -> None:
         if not all(each.began for each in self._members):
             return
-        began = self._members[0].began
+        began, self._newest = self._members[0].began, None
         if self._noticed is not None and began is not None:
             seconds = time.monotonic() - self._noticed
             self._say(f"recovered in {seconds:.2f} s: step {began.step + 1} follows, from {began.text}")
@@ -282,9 +316,13 @@ class _Launcher:
         for member, flight in zip(self._members, flights, strict=True):
             done = member.began.step if member.began is not None else None
             if flight is not None and flight.step:
+                self._proved = self._proved or done is not None and flight.step > done
                 done = max(done or 0, flight.step)
             steps.append(None if done is None else done + 1)
-        return fault_of(told, steps, self._end_of)
+        fault = fault_of(told, steps, self._end_of)
+        known = [each for each in (self._newest, fault.newest) if each is not None]
+        self._newest = min(known, default=None)
+        return fault
 
     def _end_of(self, rank: int) -> str:
         """Tell how a rank whose process has ended came to it."""

@@ -42,6 +42,8 @@ class Epoch:
         holders: of the copies of this rank's state: for each the paths of two slots.
         resume: what to go on from without a copy.
         until: the last step; None is the plan's. 0 saves the newest copy and ends.
+        newest: go on from no step after it, whose state may be wrong; None: from any.
+        proved: an earlier epoch has done a step, with what a run checks in its first.
     """
 
     number: int
@@ -52,6 +54,8 @@ class Epoch:
     holders: tuple[tuple[str, ...], ...]
     resume: Resume
     until: int | None
+    newest: int | None = None
+    proved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Told:
         text: of a failure, what the user is told; of "began", what it goes on from.
         error: of a failure, the name of the error's class.
         step: how many are done.
+        newest: of "lost" and "failed", the newest step whose state is right; None where each is.
         result: of "done".
     """
 
@@ -74,6 +79,7 @@ class Told:
     text: str = ""
     error: str = ""
     step: int = 0
+    newest: int | None = None
     result: Any = None
 
 
@@ -86,12 +92,14 @@ class Fault:
         step: that was under way, from 1; None where no step had begun.
         text: of the first of them, what the user is told.
         explained: all there is to do is in the text: it is no fault of a process.
+        newest: the newest step whose state is right; None where each is.
     """
 
     ranks: tuple[int, ...]
     step: int | None
     text: str
     explained: bool
+    newest: int | None = None
 
 
 def fault_of(told: Sequence[Told], steps: Sequence[int | None], texts: Callable[[int], str]) -> Fault:
@@ -104,14 +112,15 @@ def fault_of(told: Sequence[Told], steps: Sequence[int | None], texts: Callable[
     """
     ranks = tuple(rank for rank, each in enumerate(told) if each.kind in ("failed", "ended"))
     begun = [step for step in steps if step is not None]
-    step = max(begun, default=None)
+    step, newest = max(begun, default=None), min((e.newest for e in told if e.newest is not None), default=None)
     if not ranks:
         first = next(each for each in told if each.kind == "lost")
-        return Fault((), step, first.text, explained=False)
+        return Fault((), step, first.text, explained=False, newest=newest)
     errors = {each.error for each in told if each.kind == "failed"}
     failed = next((rank for rank in ranks if told[rank].kind == "ended"), ranks[0])
     text = told[failed].text if told[failed].kind == "failed" else texts(failed)
-    return Fault(ranks, step, text, explained=told[failed].kind == "failed" and errors <= set(EXPLAINED))
+    explained = told[failed].kind == "failed" and errors <= set(EXPLAINED)
+    return Fault(ranks, step, text, explained=explained, newest=newest)
 
 
 @dataclass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,20 @@ def check_held(held: Sequence[Collection[int]], every: int) -> None:
         f"no step can be restored: the ranks have whole copies of no step together ({', '.join(texts)}), and there is"
         " no checkpoint. Save some: run.checkpoint_every"
     )
+
+
+def set_aside(folder: Path, newest: int) -> bytes:
+    """Rename the checkpoints of steps after one, so that no run goes on from them; return nothing."""
+    doubted = [step for step in steps_in(folder) if step > newest]
+    for step in doubted:
+        aside = folder / f"doubted-step-{step:08d}"
+        shutil.rmtree(aside, ignore_errors=True)  # of the same step, from an earlier time
+        (folder / f"step-{step:08d}").rename(aside)
+    if doubted:
+        steps = ", ".join(map(str, doubted))
+        text = f"checkpoints of steps {steps} may hold wrong numbers: they are {folder}/doubted-step-* now, and unused"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return b""
 
 
 def keep_lines(path: Path, steps: int) -> list[dict[str, Any]]:

@@ -6,6 +6,10 @@ Note [What follows a corruption]
     so the gradients that stay are the step's. Copies are compared after the update: most overwrite the few. What can't
     be mended, or comes three times at one step, ends the run on all ranks, and nothing is saved after it. Ranks that
     compare copies hear of it at once, all others with the numbers of the step.
+
+    With `on_fault = "replace"` a rank that is wrong twice ends its process in place of the run, and a spare one goes on
+    in its place with the others: from a copy of the last step whose computations agreed, or of one before it, as nobody
+    knows what the rank has computed since.
 """
 
 from __future__ import annotations
@@ -29,6 +33,24 @@ MOST_RESTORES = 3
 """At one step."""
 
 
+class FaultyRankError(CorruptionError):
+    """Ranks that compute or keep wrong numbers, whose processes are to be replaced; raised on all ranks alike.
+
+    Attributes:
+        ranks: which.
+        newest: the newest step whose state is known to be right; None: that of each step is.
+    """
+
+    def __init__(
+        self, message: str, corruptions: tuple[Corruption, ...], ranks: tuple[int, ...], newest: int | None
+    ) -> None:
+        super().__init__(message, corruptions)
+        self.ranks, self.newest = ranks, newest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FaultyRankError, (str(self), self.corruptions, self.ranks, self.newest)
+
+
 class Sentinel:
     """What `[sdc]` of a plan compares, on this rank.
 
@@ -38,10 +60,25 @@ class Sentinel:
         ranks: of the run.
         folder: of the run, where rank 0 writes what is found.
         rows_of: returns the samples of the step under way that belong to a part of the batch.
+        clean: the last step whose computations agreed; 0 before the first. Default 0.
+        proved: this work gives the same bits again: the run's first step has been done, by other processes. Default
+            False.
+
+    Attributes:
+        clean: the last step whose computations agreed.
+        spoiled: the state of the last step is wrong on this rank or on one that it compares with, and not mended.
     """
 
     def __init__(
-        self, plan: ParallelPlan, trainer: Trainer, ranks: Ranks, folder: Path, *, rows_of: Callable[[int], Rows]
+        self,
+        plan: ParallelPlan,
+        trainer: Trainer,
+        ranks: Ranks,
+        folder: Path,
+        *,
+        rows_of: Callable[[int], Rows],
+        clean: int = 0,
+        proved: bool = False,
     ) -> None:
         self._section, self._trainer, self._ranks, self._rows_of = plan.sdc, trainer, ranks, rows_of
         self._path, self._rotation = folder / CORRUPTIONS, Rotation(plan)
@@ -49,8 +86,9 @@ class Sentinel:
         self._hosts = [name.decode() for name in names]
         self._own: list[tuple[Corruption, bool]] = []  # of copies; True ends the run
         self._told: set[tuple[int, str]] = set()
-        self._replayed = self._compared = False
-        self._clean = 0  # the last step whose computations agreed
+        self._replayed = self._compared = proved
+        self._times: dict[int, set[tuple[int, int]]] = {}  # the steps and attempts in which a rank was wrong
+        self.clean, self.spoiled = clean, False
         self.found: list[Corruption] = []
 
     def gradients(self, step: int, rows: Rows, begin: Callable[[], None]) -> tuple[Any, Any]:
@@ -74,22 +112,25 @@ class Sentinel:
         for attempt in range(MOST_RESTORES + 1):
             own, result = self._both(step, rows, begin, buffers)
             if own is None:
-                self._replayed, self._clean = True, step
+                self._replayed, self.clean = True, step
                 return result
             if not self._replayed:
                 self._refuse(step, own)
             last, (_, norm) = self._computed(COMPUTATIONS - 1, begin, buffers)
             if not math.isfinite(float(result[1])) and not math.isfinite(float(norm)):
                 break  # NaNs have many bits, and a report of their own
-            findings = vote(self._rotation, self._share([*own, last]))
-            fatal = self._section.on_fault != "report" and (
-                attempt == MOST_RESTORES or any(each.verdict is not Verdict.TRANSIENT for each in findings)
-            )
             action = "computed again" if self._section.on_fault != "report" else "reported"
-            told = [self._corruption(step, each, "the run ends" if fatal else action) for each in findings]
+            findings = vote(self._rotation, self._share([*own, last]))
+            told = [self._corruption(step, each, action) for each in findings]
+            twice = self._count(told, attempt)
+            lasts = attempt == MOST_RESTORES or any(each.verdict is not Verdict.TRANSIENT for each in told)
+            fatal = self._section.on_fault != "report" and (lasts or twice)
+            if fatal:
+                action = "its process is replaced" if self._faulty(told) else "the run ends"
+                told = [dataclasses.replace(each, action=action) for each in told]
             self._tell(told)
             if fatal:
-                self._end(step, told, attempt)
+                self._end(step, told, attempt, newest=self.clean)
             if self._section.on_fault == "report":
                 break
         begin()
@@ -171,6 +212,7 @@ class Sentinel:
             first, left = not self._compared, attempt < MOST_RESTORES
             ends = restores and (first or not left or not all(each.decided for each in unequal))
             self._note(step, unequal, first=first, ends=ends, action="taken from another rank" if restores else "")
+            self.spoiled = ends
             if ends or not restores:
                 break
             replicas.mend(unequal)
@@ -192,8 +234,7 @@ class Sentinel:
             bits = (*(each.sums[rank] for rank in wrong), *others)
             verdict = Verdict.IRREPRODUCIBLE if first else each.verdict
             hosts = tuple(self._hosts[rank] for rank in wrong)
-            said = "the run ends" if ends else action or "reported"
-            self._own.append((Corruption(step, wrong, hosts, where, name, verdict, bits, said), ends))
+            self._own.append((Corruption(step, wrong, hosts, where, name, verdict, bits, action or "reported"), ends))
 
     def settle(self, step: int, found: bool) -> tuple[str, ...]:
         """Tell on all ranks what copies of a step differed; return what was found in the step, as text.
@@ -210,10 +251,23 @@ class Sentinel:
             text = json.dumps([(each.to_dict(), ends) for each, ends in mine]).encode()
             shared = self._ranks.agree(lambda: text, "sharing what copies differ")
             told = [(Corruption.from_dict(each), ends) for texts in shared for each, ends in json.loads(texts)]
-            self._tell([each for each, _ in told])
+            again = self._count([each for each, _ in told], 0)
             ending = [each for each, ends in told if ends]
-            if ending:
+            self._count(ending, 1)
+            action = "its process is replaced" if self._faulty(ending) else "the run ends"
+            self._tell([dataclasses.replace(each, action=action) if ends else each for each, ends in told])
+            if ending or again:
+                ending = ending or [each for each, _ in told]
                 self._end(ending[0].step, ending, MOST_RESTORES)
+        return self._texts(step)
+
+    def settle_alone(self, step: int) -> tuple[str, ...]:
+        """Tell what this rank knows of a step, whose other ranks may be gone."""
+        mine, self._own = self._own, []
+        self._tell([each for each, _ in mine])
+        return self._texts(step)
+
+    def _texts(self, step: int) -> tuple[str, ...]:
         texts = tuple(str(each) for each in self.found if each.step <= step)
         self.found = [each for each in self.found if each.step > step]
         return texts
@@ -231,9 +285,30 @@ class Sentinel:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(each.to_dict()) + "\n" for each in corruptions)
 
-    def _end(self, step: int, corruptions: list[Corruption], restored: int) -> None:
-        """End the run on all ranks."""
+    def _count(self, corruptions: list[Corruption], attempt: int) -> bool:
+        """Note which ranks were wrong in an attempt at a step; tell whether one is to be replaced."""
+        if self._section.on_fault != "replace":
+            return False
+        for each in corruptions:
+            if len(each.ranks) == 1:
+                self._times.setdefault(each.ranks[0], set()).add((each.step, attempt))
+        return bool(self._faulty(corruptions))
+
+    def _faulty(self, corruptions: list[Corruption]) -> tuple[int, ...]:
+        """Return the ranks that were wrong twice, if these are to be replaced and each corruption names one rank."""
+        known = (Verdict.TRANSIENT, Verdict.PERSISTENT)
+        named = all(each.verdict in known and len(each.ranks) == 1 for each in corruptions)
+        if self._section.on_fault != "replace" or not named:
+            return ()
+        lasting = {each.ranks[0] for each in corruptions if each.verdict is Verdict.PERSISTENT}
+        again = {each.ranks[0] for each in corruptions if len(self._times[each.ranks[0]]) > 1}
+        return tuple(sorted(lasting | again))
+
+    def _end(self, step: int, corruptions: list[Corruption], restored: int, *, newest: int | None = None) -> None:
+        """End the run on all ranks, or the processes of ranks that are replaced."""
         texts = "; ".join(str(dataclasses.replace(each, action="")) for each in corruptions[:4])
+        if faulty := self._faulty(corruptions):
+            raise FaultyRankError(texts, tuple(corruptions), faulty, newest)
         if any(each.verdict is Verdict.IRREPRODUCIBLE for each in corruptions):
             fix = "copies differ after the first step: set [run] deterministic = true, or leave sdc.replicas out"
         elif any(each.verdict is Verdict.UNDECIDED for each in corruptions):
@@ -242,5 +317,5 @@ class Sentinel:
             fix = "take the host out, and go on from a checkpoint by --resume auto"
         else:
             fix = f"it came back {restored} times in this step: take the host out, and go on from a checkpoint"
-        checked = f"; the last step whose computations agreed is {self._clean}" if self._section.replay_every else ""
+        checked = f"; the last step whose computations agreed is {self.clean}" if self._section.replay_every else ""
         raise CorruptionError(f"{texts}; step {step} is not saved{checked}; {fix}", tuple(corruptions))

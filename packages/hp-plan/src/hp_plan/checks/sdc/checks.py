@@ -17,9 +17,6 @@ def check_sdc(plan: ParallelPlan) -> list[Diagnostic]:
         key = "sdc.replicas" if section.replicas else "sdc.replay_every"
         message = f"got {getattr(section, key[4:])!r}, but tensors of MindSpore are not compared yet"
         return [Diagnostic(key, message, "leave [sdc] out")]
-    if section.on_fault == "replace":
-        message = "got 'replace', which needs spare processes that take a faulty rank's place: none does yet"
-        diagnostics.append(Diagnostic("sdc.on_fault", message, "make it 'restore' or 'report'"))
     if section.replicas and plan.mesh.world_size == 1:
         message = "got true, but on one rank there is one copy of each weight"
         diagnostics.append(Diagnostic("sdc.replicas", message, "leave it out, or give sdc.replay_every"))
