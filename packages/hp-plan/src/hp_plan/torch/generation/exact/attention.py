@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hp_plan.torch.generation.exact.rows import by_rows, cancelling, elementwise
@@ -28,6 +27,7 @@ T = torch.Tensor
 NAME = "hp_exact"
 _KEYS = 64  # of a block
 _QUERIES = 256  # of a text at once
+_SMALLEST = -80.0  # of a logarithm: kernels of exp take 20 times as long where the result is no normal number
 _here = threading.local()
 
 
@@ -74,8 +74,8 @@ def exact_attention(
     assert position_ids is not None and attention_mask is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with without_all_torch_functions():  # what is below is exact by itself
-        before, seen = _blocks(attention_mask, position_ids)
-        result: Any = _Attention.apply(query, key, value, attention_mask, before, seen, scale, softcap)
+        cut = _blocks(attention_mask, position_ids)
+        result: Any = _Attention.apply(query, key, value, attention_mask, cut, scale, softcap)
         return result.transpose(1, 2), None
 
 
@@ -89,15 +89,38 @@ def known_blocks() -> Iterator[None]:
         del _here.known
 
 
-def _blocks(mask: T, position_ids: T) -> tuple[list[int], T]:
-    """Return how far each text's keys move, and the mask of the blocks, (batch, 1, keys in blocks, queries)."""
+@dataclass(frozen=True)
+class _Blocks:
+    """How a mask's keys are cut into blocks.
+
+    Attributes:
+        before: places that each text's keys move, so that blocks begin at multiples of their size.
+        width: keys in all blocks.
+        hidden: for each chunk of queries, (batch, 1, blocks, 1, queries, keys of a block), True where a key is not
+            seen; of the blocks that some query of the chunk may see.
+    """
+
+    before: list[int]
+    width: int
+    hidden: list[T]
+
+
+def _blocks(mask: T, position_ids: T) -> _Blocks:
     known = getattr(_here, "known", [])
     for other, places, found in known:
         if other is mask and places is position_ids:
             return found
+    queries, keys = mask.shape[-2:]
     before = _front(mask, position_ids).tolist()
-    width = -(-(mask.shape[-1] + max(before)) // _KEYS) * _KEYS
-    found = before, _aligned(mask.transpose(2, 3), before, width)
+    most = max(before)
+    width = -(-(keys + most) // _KEYS) * _KEYS
+    seen, hidden = _aligned(mask.transpose(2, 3), before, width), []
+    for start in range(0, queries, _QUERIES):
+        end = min(start + _QUERIES, queries)
+        blocks = -(-(keys - queries + end + most) // _KEYS)  # the next are after all of these queries
+        part = seen[:, :, : blocks * _KEYS, start:end].unflatten(2, (blocks, _KEYS))
+        hidden.append(~part.transpose(-1, -2).unsqueeze(3))
+    found = _Blocks(before, width, hidden)
     known.append((mask, position_ids, found))
     return found
 
@@ -130,7 +153,9 @@ def _aligned(values: T, before: list[int], width: int) -> T:
     """Move what is along dim 2 of 4 by so many places for each text, into `width`; what is empty is zero."""
     length = values.shape[2]
     if before.count(before[0]) == len(before):
-        return F.pad(values, (0, 0, before[0], width - before[0] - length))
+        sizes = before[0], width - before[0] - length
+        front, back = (values.new_zeros(()).expand(*values.shape[:2], size, values.shape[3]) for size in sizes)
+        return torch.cat([front, values, back], 2) if length < width else values
     moved = values.new_zeros((*values.shape[:2], width, values.shape[3]))
     for text, start in enumerate(before):
         moved[text, :, start : start + length] = values[text]
@@ -153,43 +178,43 @@ class _Attention(torch.autograd.Function):
     """See Note [Keys by their place in the text]; the backward is the usual one, of a chunk of queries at a time."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: T, key: T, value: T, mask: T, before: list[int], seen: T, scale: float, softcap: float | None
-    ) -> T:
-        batch, heads, queries, size = query.shape
-        shared, keys = key.shape[1], key.shape[2]
-        wide, width, most_before = value.shape[-1] + 1, seen.shape[2], max(before)
+    def forward(ctx: Any, query: T, key: T, value: T, mask: T, cut: _Blocks, scale: float, softcap: float | None) -> T:
+        batch, heads, _, size = query.shape
+        shared, wide = key.shape[1], value.shape[-1] + 1
         dtype = torch.promote_types(query.dtype, torch.float32)
-        ones = value.new_ones((*value.shape[:-1], 1))  # sums of weights are a column of the product
-        moved = [_aligned(each.to(dtype), before, width) for each in (key, torch.cat([value, ones], -1))]
-        output = query.new_empty((*query.shape[:-1], wide - 1))
-        sums = query.new_empty(query.shape[:-1], dtype=dtype)
-        for start in range(0, queries, _QUERIES):
-            end = min(start + _QUERIES, queries)
-            blocks = -(-(keys - queries + end + most_before) // _KEYS)  # those after it are seen by none
-            parts = [each[:, :, : blocks * _KEYS].reshape(-1, _KEYS, each.shape[-1]) for each in moved]
-            rows = query[:, :, start:end].to(dtype).reshape(batch * shared, 1, -1, size)
-            rows = rows.expand(-1, blocks, -1, -1).reshape(batch * shared * blocks, -1, size)
-            logits = _product(rows, parts[0].transpose(1, 2), "attention's product of queries and keys")
-            logits = logits * scale
+        ones = value.new_ones(()).expand(*value.shape[:-1], 1)  # sums of weights are a column of the product
+        value_and_one = torch.cat([value, ones], -1)
+        keys, values = (_aligned(each.to(dtype), cut.before, cut.width) for each in (key, value_and_one))
+        scaled = query.to(dtype) * scale
+        outputs, sums = [], []
+        for rows, hidden in zip(scaled.split(_QUERIES, 2), cut.hidden, strict=True):
+            blocks, count = hidden.shape[2], rows.shape[2]
+            of_keys, of_values = (
+                each[:, :, : blocks * _KEYS].reshape(-1, _KEYS, each.shape[-1]) for each in (keys, values)
+            )
+            rows = rows.reshape(batch * shared, 1, -1, size).expand(-1, blocks, -1, -1).reshape(len(of_keys), -1, size)
+            logits = _product(rows, of_keys.transpose(1, 2), "attention's product of queries and keys")
             if softcap is not None:
                 logits = elementwise(logits / softcap, torch.tanh) * softcap
-            logits = logits.view(batch, shared, blocks, heads // shared, end - start, _KEYS)
-            visible = seen[:, :, : blocks * _KEYS, start:end].transpose(2, 3)
-            visible = visible.reshape(batch, 1, end - start, blocks, _KEYS).transpose(2, 3).unsqueeze(3)
-            logits = logits.masked_fill(~visible, -math.inf)
-            most = logits.amax((2, 5), keepdim=True).clamp_min(torch.finfo(dtype).min)
-            weights = elementwise(logits - most, torch.exp).view(batch * shared * blocks, -1, _KEYS)
-            terms = _product(weights, parts[1], "attention's product of weights and values")
-            terms = terms.view(batch * shared, blocks, -1, wide)
+            logits = logits.reshape(batch, shared, blocks, heads // shared, count, _KEYS)
+            logits.masked_fill_(hidden, torch.finfo(dtype).min)
+            most = logits.amax((2, 5), keepdim=True)
+            logits.sub_(most).clamp_min_(_SMALLEST)
+            weights = elementwise(logits, torch.exp_).masked_fill_(hidden, 0.0).view(len(of_keys), -1, _KEYS)
+            terms = _product(weights, of_values, "attention's product of weights and values")
+            terms = terms.reshape(batch * shared, blocks, -1, wide)
             total = terms[:, 0]
             for number in range(1, blocks):
                 total = total + terms[:, number]
-            total = total.view(batch, heads, end - start, wide)
-            sum_of = total[..., -1:].masked_fill(total[..., -1:] == 0, 1.0)  # padding sees no key
-            output[:, :, start:end] = total[..., :-1] / sum_of
-            most = most.view(batch, heads, end - start)
-            sums[:, :, start:end] = most + sum_of[..., 0].log()
+            total = total.reshape(batch, heads, count, wide)
+            weight = total[..., -1:].clamp_min(0.5)  # it is at least 1, and 0 for padding, which sees no key
+            outputs.append((total[..., :-1] / weight).to(query.dtype))
+            if any(ctx.needs_input_grad):
+                sums.append(most.view(batch, heads, count) + weight[..., 0].log())
+        output = torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+        if not sums:
+            return output
+        sums = torch.cat(sums, 2)
         ctx.save_for_backward(query, key, value, mask, output, sums)
         ctx.scale, ctx.softcap = scale, softcap
         return output
@@ -222,4 +247,4 @@ class _Attention(torch.autograd.Function):
             of_logits = weights * of_weights * bent * ctx.scale
             of_query[:, :, chunk] = (of_logits @ keys).view(batch, heads, -1, size)
             of_keys += (of_logits.transpose(-1, -2) @ q).sum(2, keepdim=True)
-        return of_query, of_keys.squeeze(2).to(key.dtype), of_values.squeeze(2).to(value.dtype), *(None,) * 5
+        return of_query, of_keys.squeeze(2).to(key.dtype), of_values.squeeze(2).to(value.dtype), *(None,) * 4

@@ -4,7 +4,8 @@ Note [Above autograd]
     Inside of a module's forward a mode sees each call of a function of torch. Products by weights, and sums and norms
     of a row, go by `rows.by_rows`, functions of elements by `rows.elementwise`, and both call torch's own functions, so
     gradients flow as always. Products that are not known to be exact are refused by their name. Each module enters the
-    mode by itself, not the model alone: a module that is computed again in a backward is exact there, too.
+    mode by itself, not the model alone: a module that is computed again in a backward is exact there, too. A mode costs
+    some microseconds a call, so a module whose own code called nothing that needs it in its first forward goes without.
 """
 
 from __future__ import annotations
@@ -25,8 +26,17 @@ from hp_plan.torch.generation.exact import attention
 from hp_plan.torch.generation.exact.rows import by_rows, cancelling, elementwise
 
 T = torch.Tensor
-_here = threading.local()
 _LEAVE = "leave run.generation out"
+
+
+class _Here(threading.local):
+    """What runs in this thread: whether the mode is on, and the module whose own code runs."""
+
+    on: bool = False
+    running: _Within | None = None
+
+
+_here = _Here()
 
 
 def make_exact(model: nn.Module) -> None:
@@ -45,7 +55,7 @@ def make_exact(model: nn.Module) -> None:
     if hasattr(config, "_experts_implementation"):
         owner.set_experts_implementation("eager")  # one expert after the other, whose sums have their order
     for module in model.modules():
-        module.forward = _Within(module.forward, _check_call if module is model else None)
+        module.forward = _Within(module, _check_call if module is model else None)
 
 
 def is_exact(model: nn.Module) -> bool:
@@ -56,42 +66,66 @@ def is_exact(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def exact(on: bool = True) -> Iterator[None]:
     """Inside, what torch computes of rows is exact, unless it is off."""
-    if not on or getattr(_here, "mode", None) is not None:
+    if not on or _here.on:
         yield
         return
-    if torch.is_autocast_enabled("cpu"):
-        raise NotImplementedError(f"generation = 'exact': torch.autocast is not supported; {_LEAVE}")
-    _here.mode = _Mode()
+    _here.on = True
     try:
-        with _here.mode, attention.known_blocks():
+        with _Mode():
             yield
     finally:
-        _here.mode = None
+        _here.on = False
 
 
 class _Within:
-    """A forward inside of the mode.
+    """A module's forward, inside of the mode where its own code needs it.
 
     Args:
-        inner: the forward.
+        module: whose forward it is.
         check: of the model's arguments, by name.
     """
 
-    def __init__(self, inner: Callable[..., Any], check: Callable[[dict[str, Any]], None] | None) -> None:
+    def __init__(self, module: nn.Module, check: Callable[[dict[str, Any]], None] | None) -> None:
+        inner = module.forward
         functools.update_wrapper(self, inner)
-        self._inner, self._check = inner, check
+        self._module, self._inner, self._check = module, inner, check
+        self._linear = type(module) is nn.Linear
+        self._names = [*inspect.signature(inner).parameters] if check is not None else []
+        self._needed: dict[bool, bool] = {}  # in training and in evaluation
+        self.calls = False
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if self._check is not None:
-            names = inspect.signature(self._inner).parameters
-            arguments = dict(zip(names, args)) | options
-            self._check(arguments)
-            if len(args) < len(names) and "position_ids" not in [*names][: len(args)]:
-                options = {**options, "position_ids": arguments["position_ids"]}
-        if getattr(_here, "mode", None) is not None:
+        if self._check is None:
+            return self._run(args, options)
+        if torch.is_autocast_enabled("cpu"):
+            raise NotImplementedError(f"generation = 'exact': torch.autocast is not supported; {_LEAVE}")
+        arguments = dict(zip(self._names, args)) | options
+        self._check(arguments)
+        if "position_ids" not in self._names[: len(args)]:
+            options = {**options, "position_ids": arguments["position_ids"]}
+        with attention.known_blocks():
+            return self._run(args, options)
+
+    def _run(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        module: Any = self._module
+        if self._linear and not _here.on:
+            return linear(args[0] if args else options["input"], module.weight, module.bias)
+        training = module.training
+        needed = self._needed.get(training)
+        if needed is False:
             return self._inner(*args, **options)
-        with exact():
-            return self._inner(*args, **options)
+        outer, _here.running = _here.running, self
+        try:
+            if _here.on:
+                result = self._inner(*args, **options)
+            else:
+                with exact():
+                    result = self._inner(*args, **options)
+            if needed is None:
+                self._needed[training] = self.calls
+            return result
+        finally:
+            _here.running = outer
 
 
 def _check_call(arguments: dict[str, Any]) -> None:
@@ -118,10 +152,17 @@ class _Mode(TorchFunctionMode):
         exact_one = _FUNCTIONS.get(func)
         if exact_one is None:
             return func(*args, **(kwargs or {}))
+        if _here.running is not None:
+            _here.running.calls = True
         return exact_one(func, *args, **(kwargs or {}))
 
 
 def _linear(func: Any, rows: T, weight: T, bias: T | None = None) -> T:
+    return linear(rows, weight, bias)
+
+
+def linear(rows: T, weight: T, bias: T | None = None) -> T:
+    """Multiply (..., columns) by a weight of (outputs, columns): a row has the same bits beside any others."""
     outputs, columns = weight.shape
 
     def probe(rows: T) -> T:
@@ -158,6 +199,12 @@ def _of_elements(func: Any, values: T, *args: Any, **options: Any) -> T:
     return elementwise(values, lambda each: func(each, *args, **options))
 
 
+def _root(func: Any, values: T) -> T:
+    if values.dtype in (torch.float32, torch.float64):  # a root and a quotient, each rounded once wherever it stands
+        return func(values)
+    return elementwise(values, func)
+
+
 def _refuse(func: Any, *args: Any, **options: Any) -> Any:
     shapes = [tuple(each.shape) for each in args if isinstance(each, T)]
     if len(shapes) == 2 and shapes[0][-1:] == (1,) and shapes[1][-2:-1] == (1,):
@@ -171,7 +218,8 @@ def _refuse(func: Any, *args: Any, **options: Any) -> Any:
 _KEEPING = {torch.softmax, T.softmax, F.softmax, torch.log_softmax, T.log_softmax, F.log_softmax}
 _SUMS = {torch.mean, T.mean, torch.sum, T.sum, torch.logsumexp, T.logsumexp}
 _ELEMENTS = {F.silu, F.gelu, torch.sigmoid, T.sigmoid, F.sigmoid, torch.tanh, T.tanh, F.tanh, torch.exp, T.exp}
-_ELEMENTS |= {torch.cos, T.cos, torch.sin, T.sin, torch.rsqrt, T.rsqrt}
+_ELEMENTS |= {torch.cos, T.cos, torch.sin, T.sin}
+_ROOTS = {torch.rsqrt, T.rsqrt}
 _PRODUCTS = {torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm, torch.bmm, T.bmm, torch.addmm, T.addmm}
 _PRODUCTS |= {torch.baddbmm, T.baddbmm, torch.einsum, F.conv1d, F.conv2d, F.scaled_dot_product_attention}
 _PRODUCTS |= {F.bilinear, F.rms_norm, F.layer_norm, F.group_norm, torch.cumsum, T.cumsum, torch.cumprod, T.cumprod}
@@ -179,5 +227,6 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     **dict.fromkeys(_KEEPING | _SUMS, _of_rows),
     **dict.fromkeys(_ELEMENTS, _of_elements),
+    **dict.fromkeys(_ROOTS, _root),
     **dict.fromkeys(_PRODUCTS, _refuse),
 }

@@ -34,10 +34,12 @@ class _Kernel:
     Attributes:
         tile: rows whose bits define those of a row.
         same: number of rows -> whether a row has the bits of the tile.
+        cuts: number of rows -> numbers that it is cut into.
     """
 
     tile: int
-    same: dict[int, bool] = field(default_factory=dict)
+    same: dict[int, bool]
+    cuts: dict[int, list[int]] = field(default_factory=dict)
 
 
 _kernels: dict[Hashable, _Kernel] = {}
@@ -70,10 +72,12 @@ def by_rows(rows: T, function: Function, name: str, *shape: Hashable, probe: Fun
     if kernel.same.get(count):
         return function(rows)
     parts, at = [], 0
-    for size in _cut(kernel, count):
+    if count not in kernel.cuts:
+        kernel.cuts[count] = _cut(kernel, count)
+    for size in kernel.cuts[count]:
         part = rows[..., at : at + size, :]
         found, at = part.shape[-2], at + size
-        part = F.pad(part, (0, 0, 0, size - found)) if found < size else part.contiguous()
+        part = torch.constant_pad_nd(part, (0, 0, 0, size - found)) if found < size else part.contiguous()
         parts.append(function(part)[..., :found, :])
     return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
