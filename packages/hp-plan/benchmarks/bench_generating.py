@@ -89,9 +89,7 @@ def bits() -> None:
     ids, own = texts * mask, slice(4 * rank, 4 * rank + 4)
     columns = ("training", "alone", "right padding", "fully_shard", "dp_replicate")
     if rank == 0:
-        print(
-            f"\n{32 * len(lengths)} tokens: whose bits are not those of one batch of {len(lengths)}"
-        )
+        print(f"\n{32 * len(lengths)} tokens: whose bits are not those of one batch of {len(lengths)}")
         print(f"{'':<28}" + "".join(f"{name:>15}" for name in columns))
     for family in FAMILIES:
         for dtype in ("float32", "bfloat16"):

@@ -206,7 +206,10 @@ def _root(func: Any, values: T) -> T:
 
 
 def _refuse(func: Any, *args: Any, **options: Any) -> Any:
-    shapes = [tuple(each.shape) for each in args if isinstance(each, T)]
+    tensors = [each for each in args if isinstance(each, T)]
+    if not any(each.is_floating_point() for each in tensors):
+        return func(*args, **options)  # integers have no rounding
+    shapes = [tuple(each.shape) for each in tensors]
     if len(shapes) == 2 and shapes[0][-1:] == (1,) and shapes[1][-2:-1] == (1,):
         return func(*args, **options)  # of columns by rows: no sums
     raise NotImplementedError(
