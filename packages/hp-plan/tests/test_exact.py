@@ -181,17 +181,27 @@ def test_what_is_not_exact_is_refused_by_name():
     model(ids, past_key_values=DynamicCache(config=model.config))
     with pytest.raises(NotImplementedError, match=r"attention_mask must be \(batch, length\)"):
         model(ids, attention_mask=mask[:, None, None])
+    with pytest.raises(NotImplementedError, match="padding between tokens of a text"):
+        model(ids, attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1]]))
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(NotImplementedError, match="autocast is not supported"),
     ):
         model(ids)
 
+    with pytest.raises(NotImplementedError, match="must be float32 or bfloat16"), generating(exact_model().double()):
+        pass
+
     class Mixing(torch.nn.Module):
         def forward(self, hidden):
             return hidden @ hidden.transpose(-1, -2) @ hidden
 
     model.model.norm = Mixing()
+    with pytest.raises(NotImplementedError, match="model.norm joined the model after apply"), generating(model):
+        pass
+    model = build_model(plan_of())
+    model.model.norm = Mixing()
+    make_exact(model)
     with pytest.raises(NotImplementedError, match=r"calls \w+ of \[\(1, 9, 24\), \(1, 24, 9\)\], which is not known"):
         model(ids)
 

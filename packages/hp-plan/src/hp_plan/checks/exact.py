@@ -32,8 +32,6 @@ def check_exact(plan: ParallelPlan) -> list[Diagnostic]:
     ]
     if not plan.run.deterministic:
         reasons.append(("run.deterministic = false", "write deterministic = true in [run]"))
-    if plan.run.dtype not in ("float32", "bfloat16"):
-        reasons.append((f"run.dtype = {plan.run.dtype!r}", "make run.dtype 'float32' or 'bfloat16'"))
     platform = get_platform()
     if platform.name != "torch" or platform.devices.kind != "cpu":
         where = "MindSpore" if platform.name != "torch" else platform.devices.kind
@@ -47,6 +45,13 @@ def check_exact(plan: ParallelPlan) -> list[Diagnostic]:
     }
     reasons += [(f"{key} = {value!r}", f"leave {key} out") for key, value in beside.items() if value]
     return [_refused(f"with {what}" if other else f"on {what}", other) for what, other in reasons]
+
+
+def check_exact_dtype(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check the dtype of the weights: transformers chooses tokens by logits in float32."""
+    if plan.run.generation != "exact" or plan.run.dtype in ("float32", "bfloat16"):
+        return []
+    return [_refused(f"with run.dtype = {plan.run.dtype!r}", "make run.dtype 'float32' or 'bfloat16'")]
 
 
 def check_exact_model(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from hp_fsdp import FSDPModule
 from hp_fsdp.extend import kept_gathered
-from hp_plan.torch.generation.exact.forward import exact, is_exact
+from hp_plan.torch.generation.exact.forward import exact, is_exact, refuse_later_modules
 from hp_plan.torch.generation.log_probabilities import log_probabilities, refuse_cut_texts
 from hp_plan.torch.training.objectives import evaluating
 from hp_platform import get_platform
@@ -303,13 +303,21 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
         A `Generation`.
 
     Raises:
-        NotImplementedError: a model in stages, with `cp`, or without `generate`.
+        NotImplementedError: a model in stages, with `cp`, or without `generate`; an exact one in float64 or float16,
+            or that modules have joined.
         ValueError: a negative number of bytes. `generate` raises it for what is drawn or recorded wrongly: no `seed`
             where ranks share a model, no `samples` on several ranks, beams with a seed, candidates of an assistant.
     """
     refuse_cut_texts(model, "generating")
     if not callable(getattr(model, "generate", None)) or not hasattr(model, "_get_logits_processor"):
         raise NotImplementedError(f"generating: {type(model).__name__} has no generate of transformers")
+    if is_exact(model):
+        refuse_later_modules(model)
+        if any(each.dtype not in (torch.float32, torch.bfloat16) for each in model.parameters()):
+            raise NotImplementedError(
+                "generating: with generation = 'exact' weights must be float32 or bfloat16: transformers chooses tokens"
+                " by logits in float32"
+            )
     if memory is not None and memory < 0:
         raise ValueError(f"generating: memory must be a number of bytes, got {memory}")
     owner: Any = model

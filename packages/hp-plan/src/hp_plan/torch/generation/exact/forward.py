@@ -60,7 +60,21 @@ def make_exact(model: nn.Module) -> None:
 
 def is_exact(model: nn.Module) -> bool:
     """Return True for a model that `make_exact` has changed, or one around it."""
-    return any(isinstance(vars(module).get("forward"), _Within) for module in model.modules())
+    return any(map(_has_own, model.modules()))
+
+
+def _has_own(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), _Within)
+
+
+def refuse_later_modules(model: nn.Module) -> None:
+    """Refuse modules that joined the model after `make_exact`, whose forwards are their own."""
+    later = next((name for name, module in model.named_modules() if not _has_own(module)), None)
+    if later is not None:
+        raise NotImplementedError(
+            f"generation = 'exact': {later or 'what is around the model'} joined the model after apply, and is not"
+            f" exact; leave it out, or {_LEAVE}"
+        )
 
 
 @contextlib.contextmanager
@@ -97,8 +111,9 @@ class _Within:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self._check is None:
             return self._run(args, options)
-        if torch.is_autocast_enabled("cpu"):
-            raise NotImplementedError(f"generation = 'exact': torch.autocast is not supported; {_LEAVE}")
+        if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+            what = "torch.autocast" if torch.is_autocast_enabled("cpu") else "torch.compile"
+            raise NotImplementedError(f"generation = 'exact': {what} is not supported; {_LEAVE}")
         arguments = dict(zip(self._names, args)) | options
         self._check(arguments)
         if "position_ids" not in self._names[: len(args)]:
@@ -139,6 +154,11 @@ def _check_call(arguments: dict[str, Any]) -> None:
     if mask is not None and mask.dim() != 2:
         raise NotImplementedError(
             f"generation = 'exact': attention_mask must be (batch, length), got {tuple(mask.shape)}"
+        )
+    if mask is not None and bool(((mask[:, 1:] > mask[:, :-1]).sum(1) + (mask[:, 0] > 0) > 1).any()):
+        raise NotImplementedError(
+            "generation = 'exact': attention_mask has padding between tokens of a text, which moves those after it; pad"
+            " prompts on the left (padding_side = 'left' of a tokenizer)"
         )
     places = arguments.get("position_ids")
     if places is None and mask is not None:
