@@ -6,7 +6,9 @@ torchrun --standalone --nproc-per-node 4 examples/loops/grpo.py --tp 2
 
 The reward is the share of new tokens that are the one after the token before, so a model that counts gets 1. Tokens are
 drawn by the number of their prompt, and gradients are summed in an order of their own (deterministic), so the rewards
-are the same for any number of ranks. Objective: Shao et al., "DeepSeekMath", arXiv:2402.03300, section 4.1.
+are the same for any number of ranks. Log-probabilities before the update are those that generation reports: with
+generation = "exact" they have the bits of training. Under tp, which has no such mode, they are computed again.
+Objective: Shao et al., "DeepSeekMath", arXiv:2402.03300, section 4.1.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def make(plan: ParallelPlan) -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, bos_token_id=None, eos_token_id=None)
-    return apply(LlamaForCausalLM(config).double(), plan)
+    return apply(LlamaForCausalLM(config).to(getattr(torch, plan.run.dtype)), plan)
 
 
 def reward(texts: torch.Tensor) -> torch.Tensor:
@@ -41,11 +43,12 @@ def train(steps: int = 60, tp: int = 1, clip: float = 0.2, beta: float = 0.01) -
     data = dist.get_world_size() // tp
     share = PROMPTS // data
     first = dist.get_rank() // tp * share
+    exact = RunSection(deterministic=True, generation="exact")
     plan = ParallelPlan(
         mesh=MeshSection(dp_shard=data, tp=tp),
         styles="auto" if tp > 1 else {},
         fsdp=FsdpSection(groups=("model.layers.*",)),
-        run=RunSection(dtype="float64", deterministic=tp == 1),
+        run=exact if tp == 1 else RunSection(dtype="float64"),
     )
     actor, reference = make(plan), make(plan).requires_grad_(False)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=5e-3, weight_decay=0.0)
@@ -54,13 +57,15 @@ def train(steps: int = 60, tp: int = 1, clip: float = 0.2, beta: float = 0.01) -
         prompts = torch.randint(VOCABULARY, (PROMPTS, 3), generator=torch.Generator().manual_seed(step))
         own, numbers = prompts[first : first + share], range(first, first + share)
         options = {"do_sample": True, "max_new_tokens": NEW, "num_return_sequences": GROUP, "pad_token_id": 0}
-        with generating(actor, seed=step):
+        with generating(actor, seed=step) as generation:
             texts = actor.generate(own, attention_mask=torch.ones_like(own), samples=numbers, **options)
         scores = reward(texts)
         groups = scores.view(share, GROUP)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
         with torch.no_grad():
-            before = log_probabilities(actor, texts).log_probabilities[:, -NEW:]
+            before = generation.log_probabilities
+            if tp > 1:
+                before = log_probabilities(actor, texts).log_probabilities[:, -NEW:]
             wanted = log_probabilities(reference, texts).log_probabilities[:, -NEW:]
         for update in range(2):
             now = log_probabilities(actor, texts).log_probabilities[:, -NEW:]

@@ -95,6 +95,8 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     _check_hosts(plan, mesh)
     port.sum_beside_parameters(model)
     port.lower_precision(model, plan.precision, low_precision_layers(plan, outline))
+    if plan.run.generation == "exact":
+        port.make_exact(model)
     if "cp" in axes:
         port.spread_attention(model)
     styles = choose_styles(plan, outline).by_name if "tp" in axes or plan.mesh.ep > 1 else {}

@@ -71,6 +71,10 @@ class Models(Protocol):
         """Shard the adapters of single parameters like these."""
         ...
 
+    def make_exact(self, model: Module) -> None:
+        """Let the bits of a token depend on the tokens before it alone, in training and in generation."""
+        ...
+
     def spread_attention(self, model: Module) -> None:
         """Let attention that caps its logits be one that a context parallel style finds."""
         ...

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hp_optim.extend import is_hidden_matrix
 from hp_plan.checks.alike import check_deterministic
+from hp_plan.checks.exact import check_exact, check_exact_dtype, check_exact_model
 from hp_plan.checks.monitor.checks import check_monitor, check_monitored
 from hp_plan.checks.precision import check_layers, check_precision, check_styled_layers
 from hp_plan.checks.sdc.checks import check_sdc
@@ -257,6 +258,8 @@ CHECKS = (
     Check(check_sequence, apply=False),
     Check(check_accumulation, apply=False),
     Check(check_deterministic),
+    Check(check_exact),
+    Check(check_exact_dtype, apply=False),
     Check(check_validation, apply=False),
     Check(check_best, apply=False),
     Check(check_profile, apply=False),
@@ -275,6 +278,7 @@ CHECKS = (
     Check(_check_optimizer, "model"),
     Check(check_attention, "model"),
     Check(check_packing, "model"),
+    Check(check_exact_model, "model"),
     Check(check_answers, "model"),
     Check(check_balance, "model"),
     Check(check_scores, "model"),

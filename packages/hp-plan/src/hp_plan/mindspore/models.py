@@ -133,6 +133,15 @@ def lower_precision(model: nn.Cell, section: PrecisionSection, names: Sequence[s
     """Do nothing: a plan that has names of layers is refused."""
 
 
+def make_exact(model: nn.Cell) -> NoReturn:
+    """Refuse exact generation.
+
+    Raises:
+        NotImplementedError: always; `check_exact` refuses it before.
+    """
+    raise NotImplementedError("run.generation: Cells do not generate")
+
+
 def spread_attention(model: nn.Cell) -> None:
     """Do nothing: `border_of` refuses the axis."""
 

@@ -196,6 +196,9 @@ class RunSection:
             added up, and exchanged in the last. Stages have micro-batches of their own (`pipeline.micro_batches`).
         deterministic: weights have the same bits in each run, and on any number of ranks of `dp_replicate` and
             `dp_shard` that divides the step's micro-batches.
+        generation: `"exact"` gives log-probabilities that `generating` reports the bits of the training forward for the
+            same tokens, with `deterministic`; the model's forward is slower then (PyTorch, on CPUs). `"plain"` differs
+            by rounding.
         platform: the framework that the model is written for; none takes the one in use (see `get_platform`).
         checkpoint_every: save a checkpoint after so many steps; 0 saves at the end and when the run is stopped.
         checkpoint_layout: `"files"`, which all ranks write together, are a Hugging Face model; `"shards"` are files of
@@ -216,6 +219,7 @@ class RunSection:
     grad_clip: float | None = more_than(0.0, None)
     accumulate: int = at_least(1, 1)
     deterministic: bool = False
+    generation: Literal["plain", "exact"] = "plain"
     platform: Literal["torch", "mindspore"] | None = None
     checkpoint_every: int = at_least(0, 0)
     checkpoint_layout: Literal["auto", "files", "shards"] = "auto"

@@ -19,6 +19,7 @@ from hp_plan.features.sequences import caps_logits
 from hp_plan.plan import ParallelPlan
 from hp_plan.port import Compare
 from hp_plan.structure.outline import ExpertsOutline, ModelOutline, ModuleOutline, declared_table, named_by
+from hp_plan.torch.generation.exact.forward import make_exact as make_exact
 from hp_plan.torch.library import pretrained as library
 from hp_plan.torch.library.adapters import shard_adapters as shard_adapters
 from hp_plan.torch.library.adapters import sum_beside_parameters as sum_beside_parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -68,6 +69,7 @@ class Training:
         self.plan = plan
 
         def whole(each: ParallelPlan) -> Any:
+            each = dataclasses.replace(each, run=dataclasses.replace(each.run, generation="plain"))  # no probes here
             return apply(build_model(each, device=device), each)
 
         build = whole if build is None else build

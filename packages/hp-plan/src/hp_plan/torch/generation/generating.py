@@ -20,6 +20,7 @@ from torch import nn
 
 from hp_fsdp import FSDPModule
 from hp_fsdp.extend import kept_gathered
+from hp_plan.torch.generation.exact.forward import exact, is_exact, refuse_later_modules
 from hp_plan.torch.generation.log_probabilities import log_probabilities, refuse_cut_texts
 from hp_plan.torch.training.objectives import evaluating
 from hp_platform import get_platform
@@ -117,7 +118,8 @@ class Generation:
         if options.get("assistant_model") is not None:
             raise ValueError(_ASSISTED)
         owner: Any = self._model
-        recorder = _Recorder(self._seed, samples, shared=any(map(style_of, owner.modules())))
+        shared = any(map(style_of, owner.modules()))
+        recorder = _Recorder(self._seed, samples, shared=shared, exact=is_exact(owner))
         inner, inner_stops = owner._get_logits_processor, owner._get_stopping_criteria
 
         @functools.wraps(inner)
@@ -157,8 +159,8 @@ def _ends_at_once(ids: T, scores: Any, **options: Any) -> T:
 class _Recorder:
     """Notes log-probabilities as tokens are chosen, and chooses them; see Note [Draws by number]."""
 
-    def __init__(self, seed: int | None, samples: Sequence[int] | None, *, shared: bool) -> None:
-        self._seed, self._samples, self._shared = seed, samples, shared
+    def __init__(self, seed: int | None, samples: Sequence[int] | None, *, shared: bool, exact: bool) -> None:
+        self._seed, self._samples, self._shared, self._exact = seed, samples, shared, exact
         self._stopped: list[T] = []
         self._padding: T | None = None
         self._found: list[T] = []
@@ -223,7 +225,8 @@ class _Recorder:
             self._prompt = ids.shape[1]
         if not self._beams:
             self._note(ids)
-            self._before = scores.log_softmax(-1)
+            with exact(self._exact):
+                self._before = scores - scores.logsumexp(-1, keepdim=True)
         return scores
 
     def _note(self, ids: T) -> None:
@@ -300,13 +303,21 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
         A `Generation`.
 
     Raises:
-        NotImplementedError: a model in stages, with `cp`, or without `generate`.
+        NotImplementedError: a model in stages, with `cp`, or without `generate`; an exact one in float64 or float16,
+            or that modules have joined.
         ValueError: a negative number of bytes. `generate` raises it for what is drawn or recorded wrongly: no `seed`
             where ranks share a model, no `samples` on several ranks, beams with a seed, candidates of an assistant.
     """
     refuse_cut_texts(model, "generating")
     if not callable(getattr(model, "generate", None)) or not hasattr(model, "_get_logits_processor"):
         raise NotImplementedError(f"generating: {type(model).__name__} has no generate of transformers")
+    if is_exact(model):
+        refuse_later_modules(model)
+        if any(each.dtype not in (torch.float32, torch.bfloat16) for each in model.parameters()):
+            raise NotImplementedError(
+                "generating: with generation = 'exact' weights must be float32 or bfloat16: transformers chooses tokens"
+                " by logits in float32"
+            )
     if memory is not None and memory < 0:
         raise ValueError(f"generating: memory must be a number of bytes, got {memory}")
     owner: Any = model

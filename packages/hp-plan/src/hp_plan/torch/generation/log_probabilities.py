@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from hp_dtensor import DTensor, Replicate, implicit_replication
 from hp_fsdp import FSDPModule
 from hp_pipeline import PipelinedModel
+from hp_plan.torch.generation.exact.forward import exact, is_exact
 from hp_plan.torch.training.objectives import upcast
 from hp_styles.torch.extend import as_computed
 
@@ -175,6 +176,7 @@ class _ChunkedHead(nn.Module):
         super().__init__()
         self._head = [head]  # in a list it is not a module of this one
         self._scaling, self._ids, self._temperature, self._chunk = scaling, ids, temperature, chunk
+        self._exact = is_exact(head)
         self.results: list[T] = []
         self._last: T | None = None
 
@@ -219,6 +221,10 @@ class _ChunkedHead(nn.Module):
         return self._terms(head, rows, targets)
 
     def _terms(self, head: nn.Module, rows: T, targets: T) -> tuple[T, T]:
+        with exact(self._exact):
+            return self._exact_terms(head, rows, targets)
+
+    def _exact_terms(self, head: nn.Module, rows: T, targets: T) -> tuple[T, T]:
         with as_computed(head):
             logits: Any = head(rows[None])[0]
         logits = self._scaling(logits)
