@@ -42,7 +42,7 @@ DROPOUT = {
     "config": "GPT2Config",
     "overrides": {"vocab_size": 256, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "resid_pdrop": 0.5},
 }
-SECTIONS = "validation profile experts metrics monitor memory compile pipeline sdc recovery".split()
+SECTIONS = "precision validation profile experts metrics monitor memory compile pipeline sdc recovery".split()
 # Keys of `[run]` that tests change.
 OF_RUN = ("seed", "dtype", "deterministic", "accumulate", "checkpoint_layout", "keep", "keep_best")
 
