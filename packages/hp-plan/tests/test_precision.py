@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hp_dtensor.debugging.debug import CommDebugMode
 from hp_plan import ParallelPlan, PlanError, apply, build_model, lint, verify
-from hp_plan.checks.precision import left_out_layers, low_precision_layers
+from hp_plan.checks.precision import low_precision_layers, precision_notes
 from hp_plan.port import models
 from hp_testing import device_type, on_ranks
 
@@ -39,10 +39,12 @@ def test_output_layer_and_routers_stay_by_default():
     outline = models().outline(build_model(plan, device="meta"))
     names = low_precision_layers(plan, outline)
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"} and len(names) == 8
-    assert left_out_layers(plan, outline) == ["lm_head"]
+    assert precision_notes(plan, outline) == ["[precision] leaves these layers in float32: lm_head"]
     plan = plan_of({}, {"linear": "float8-rowwise", "exclude": ["model.layers.0", "lm_head"]})
     outline = models().outline(build_model(plan, device="meta"))
     assert all(name.startswith("model.layers.1.") for name in low_precision_layers(plan, outline))
+    (note,) = precision_notes(plan, outline)
+    assert "float32: model.layers.0.self_attn.q_proj, " in note and "*" not in note and note.endswith(", lm_head")
     plan = plan_of({}, {"linear": "float8-rowwise", "exclude": []})
     assert "lm_head" in low_precision_layers(plan, outline)
 

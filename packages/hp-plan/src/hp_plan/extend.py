@@ -5,6 +5,7 @@ from __future__ import annotations
 from hp_plan.checks.alike import draws
 from hp_plan.checks.monitor.origin import decode, earliest, encode
 from hp_plan.checks.monitor.readings import ALONE, COUNTED, PHASES, ReadingsFile
+from hp_plan.checks.precision import precision_notes
 from hp_plan.checks.sdc.checks import sdc_notes
 from hp_plan.checks.sdc.copies import WEIGHT, Unequal
 from hp_plan.checks.sdc.rotation import Rotation
@@ -70,6 +71,7 @@ __all__ = [
     "near_misses",
     "outlook",
     "positions",
+    "precision_notes",
     "propose",
     "override",
     "read_plan",

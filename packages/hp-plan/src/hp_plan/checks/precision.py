@@ -141,11 +141,20 @@ def low_precision_layers(plan: ParallelPlan, model: ModelOutline) -> list[str]:
     return [name for name in _linear(model) if not matches_inside(patterns, name)]
 
 
-def left_out_layers(plan: ParallelPlan, model: ModelOutline) -> list[str]:
-    """List the Linear layers that stay in the dtype of the model, where others multiply in eight bits."""
+def precision_notes(plan: ParallelPlan, model: ModelOutline) -> list[str]:
+    """Name the Linear layers that stay in the dtype of the model, where others multiply in eight bits."""
     chosen = set(low_precision_layers(plan, model))
-    linear = [name for name, each in model.modules.items() if each.kind == "linear" and name]
-    return [name for name in linear if name not in chosen] if chosen else []
+    if not chosen:
+        return []
+    alike: dict[str, list[str]] = {}
+    for name, each in model.modules.items():
+        if each.kind == "linear" and name:
+            alike.setdefault(generalise([name])[0], []).append(name)
+    left_out = []
+    for pattern, names in alike.items():
+        staying = [name for name in names if name not in chosen]
+        left_out += [pattern] if staying == names else staying
+    return [f"[precision] leaves these layers in {plan.run.dtype}: {', '.join(left_out)}"] if left_out else []
 
 
 def _linear(model: ModelOutline) -> list[str]:

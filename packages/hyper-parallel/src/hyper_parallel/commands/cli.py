@@ -24,6 +24,7 @@ from hp_plan.extend import (
     json_schema,
     memory_shortage,
     outlook,
+    precision_notes,
     read_plan,
     refuse_by_itself,
     sdc_notes,
@@ -472,7 +473,8 @@ def _notes(report: Report, nproc: int | None) -> list[str]:
         return [UNREAD.format("--run-model-code")]
     if report.model is None:
         return []
-    notes = [*style_notes(report.plan, report.model), *recovery_notes(report.plan)]
+    notes = style_notes(report.plan, report.model) + precision_notes(report.plan, report.model)
+    notes += recovery_notes(report.plan)
     with suppress(SettingError):  # A device that is elsewhere is not an error of the plan.
         shortage = memory_shortage(report.plan, report.model, nproc or report.plan.mesh.world_size)
         notes += [] if shortage is None else [f"too large to train here: {shortage}"]
