@@ -53,6 +53,7 @@ UP, DOWN, QUERY = f"{MLP}.up_proj", f"{MLP}.down_proj", f"{ATTENTION}.q_proj"
 HEAD = {"lm_head": "colwise_gather_output", "model.embed_tokens": "embedding_rowwise"}
 LORA = {"kind": "lora"}
 EP = {"dp_shard": 2, "ep": 2}
+EXACT = {"deterministic": True, "generation": "exact"}
 
 # A part of what a finding says to do, the sections of the plan that it is about, and each way of doing it: assignments
 # as of `--set`, `-key` for one that is left out. `ranks` is the number of ranks.
@@ -898,6 +899,32 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
             "-run.deterministic",
             "mesh.cp=1",
         ],
+    ),
+    ("make mesh.tp 1", {"mesh": {"tp": 2}, "styles": "auto", "run": EXACT}, ["mesh.tp=1", "-run.generation"]),
+    (
+        "write deterministic = true in [run]",
+        {"run": {"generation": "exact"}},
+        ["run.deterministic=true", "-run.generation"],
+    ),
+    (
+        "make run.dtype 'float32' or 'bfloat16'",
+        {"run": {**EXACT, "dtype": "float64"}},
+        ["run.dtype=float32", "run.dtype=bfloat16", "-run.generation"],
+    ),
+    (
+        "take a causal language model of gemma2, llama",
+        {"model": MAMBA, "run": EXACT},
+        ["model.config=LlamaConfig", "-run.generation"],
+    ),
+    (
+        "write attention_dropout = 0.0 in [model.overrides]",
+        {"model": config("Qwen3Config", attention_dropout=0.5), "run": EXACT},
+        ["model.overrides.attention_dropout=0.0", "-run.generation"],
+    ),
+    (
+        "write attn_implementation = 'sdpa' in [model.overrides]",
+        {"model": config("Qwen3Config", attn_implementation="flex_attention"), "run": EXACT},
+        ["model.overrides.attn_implementation=sdpa", "-run.generation"],
     ),
     # the model
     (
