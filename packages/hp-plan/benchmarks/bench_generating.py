@@ -1,6 +1,6 @@
 """Generation under a plan beside transformers' own on the whole model, in turns, on ranks of this machine.
 
-    torchrun --nproc-per-node 2 packages/hp-plan/benchmarks/bench_generating.py [--rounds 8] [--device cpu]
+    torchrun --nproc-per-node 2 packages/hp-plan/benchmarks/bench_generating.py [--rounds 8] [--hidden 256]
     torchrun --nproc-per-node 2 packages/hp-plan/benchmarks/bench_generating.py --parts bits price
 
 Each rank writes 32 tokens after each of 4 prompts of 16, greedily. "whole" is the model on every rank without a plan;
@@ -20,6 +20,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ from hp_plan.torch.generation.exact.forward import make_exact
 from hp_platform import get_platform
 from hp_testing import note_figure
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -226,7 +227,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("time", "bits", "price"), default=["time"])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--device", default="cpu", help="of the tensors: cpu, cuda or npu; default cpu")
+    parser.add_argument("--hidden", type=int, default=256, help="size of the model, a multiple of 64 (default: 256)")
     arguments = parser.parse_args()
+    hidden = arguments.hidden
+    SIZES.update(hidden_size=hidden, intermediate_size=hidden * 11 // 4, head_dim=hidden // 8)
     torch.set_num_threads(1)
     hp_platform.init_process_group()
     if "time" in arguments.parts:
