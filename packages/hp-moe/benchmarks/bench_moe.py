@@ -51,17 +51,13 @@ def compared(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, l
 
 def grouped(repeats: int, device: str) -> None:
     print(f"torch {torch.__version__}, {get_platform().devices.name() if device != 'cpu' else 'CPU'}")
-    with torch.device(device):
-        _grouped(repeats)
-
-
-def _grouped(repeats: int) -> None:
     for experts, hidden, inner, tokens in ((16, 64, 128, 512), (64, 64, 128, 512), (16, 256, 512, 2048)):
         for dtype in (torch.float32, torch.float64):
-            weight = torch.randn(experts, inner, hidden, dtype=dtype, requires_grad=True)
-            x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
-            sizes, grad = [tokens // experts] * experts, torch.randn(tokens, inner, dtype=dtype)
-            ends = torch.tensor(sizes).cumsum(0).int()
+            with torch.device(device):  # not around what is timed: it looks at every call of torch
+                weight = torch.randn(experts, inner, hidden, dtype=dtype, requires_grad=True)
+                x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+                sizes, grad = [tokens // experts] * experts, torch.randn(tokens, inner, dtype=dtype)
+                ends = torch.tensor(sizes).cumsum(0).int()
 
             def ours(x=x, weight=weight, sizes=sizes, grad=grad):
                 weight.grad = x.grad = None
