@@ -191,6 +191,8 @@ def test_what_is_not_exact_is_refused_by_name():
 
     with pytest.raises(NotImplementedError, match="must be float32 or bfloat16"), generating(exact_model().double()):
         pass
+    with pytest.raises(NotImplementedError, match=r"model.embed_tokens.weight is torch.float16; build the model in"):
+        make_exact(build_model(plan_of()).half())
 
     class Mixing(torch.nn.Module):
         def forward(self, hidden):

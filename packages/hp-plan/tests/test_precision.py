@@ -39,12 +39,12 @@ def test_output_layer_and_routers_stay_by_default():
     outline = models().outline(build_model(plan, device="meta"))
     names = low_precision_layers(plan, outline)
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"} and len(names) == 8
-    assert precision_notes(plan, outline) == ["[precision] leaves these layers in float32: lm_head"]
+    assert precision_notes(plan, outline) == ["[precision] leaves these layers in the model's own dtype: lm_head"]
     plan = plan_of({}, {"linear": "float8-rowwise", "exclude": ["model.layers.0", "lm_head"]})
     outline = models().outline(build_model(plan, device="meta"))
     assert all(name.startswith("model.layers.1.") for name in low_precision_layers(plan, outline))
     (note,) = precision_notes(plan, outline)
-    assert "float32: model.layers.0.self_attn.q_proj, " in note and "*" not in note and note.endswith(", lm_head")
+    assert "dtype: model.layers.0.self_attn.q_proj, " in note and "*" not in note and note.endswith(", lm_head")
     plan = plan_of({}, {"linear": "float8-rowwise", "exclude": []})
     assert "lm_head" in low_precision_layers(plan, outline)
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from hp_plan import ParallelPlan
 from hp_platform import get_platform
@@ -434,3 +435,12 @@ def test_a_run_that_is_to_go_on_has_a_folder(command, monkeypatch):
     assert (status, errors) == (1, "error: --resume needs the folder of the run: name it with --out\n")
     monkeypatch.setattr(cli, "_run", lambda work, job, ranks: None)
     assert command("train", "--resume", "auto", "--out", "run")[2] == 0
+
+
+def test_help_has_no_word_in_brackets():
+    """Typer takes it for markup, and prints nothing in its place."""
+    commands, texts = [typer.main.get_command(cli.app)], []
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        texts += [command.help or "", *(getattr(each, "help", None) or "" for each in command.params)]
+    assert len(texts) > 100 and [text for text in texts if re.search(r"\[[a-z_.]+\]", text)] == []

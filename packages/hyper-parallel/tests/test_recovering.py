@@ -253,14 +253,16 @@ def test_the_command_says_what_it_will_do_and_where_it_can_not(monkeypatch):
     every = ParallelPlan.from_dict({**TABLES, "recovery": {"replace": "all"}})
     assert "all are replaced and go on from copies in memory" in described(every, 2)
     assert recovery_notes(plan) == [] and "under torchrun, msrun and srun" in recovery_notes(every)[0]
-    check_recovery(True, None)
+    check_recovery(True, None, None)
     with pytest.raises(SettingError, match="--debug-rank"):
-        check_recovery(True, 1)
+        check_recovery(True, None, 1)
+    with pytest.raises(SettingError, match="--spares 2: .*--recover"):
+        check_recovery(False, 2, None)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    check_recovery(False, None)
+    check_recovery(False, None, None)
     with pytest.raises(SettingError, match="torchrun --max-restarts 3"):
-        check_recovery(True, None)
+        check_recovery(True, None, None)
 
 
 def test_a_faulty_rank_is_not_replaced_without_spares(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ EXACT = ("gemma2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 _KEY = "run.generation"
 _LEAVE = "leave run.generation out"
 _AXES = {
-    "tp": "whose ranks add up parts of a product",
-    "cp": "whose ranks add up parts of attention",
+    "tp": "whose ranks add up parts of a product, in another order than one process",
+    "cp": "whose ranks add up parts of attention, in another order than one process",
     "pp": "whose stages do not generate",
     "ep": "whose ranks compute a token beside those that others send",
 }

@@ -92,12 +92,14 @@ def check_layers(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
         assert each.out_features is not None and each.in_features is not None
         if each.out_features % multiple or each.in_features % multiple:
             wrong[name] = (each.out_features, each.in_features)
-    diagnostics += _odd(wrong, section.linear, "")
+    diagnostics += _odd(wrong, plan, model, "")
     tied = {name.rpartition(".")[0] for together in model.tied for name in together}
     shared = [name for name in names if name in tied]
     if shared and section.all_gather:
         message = f"the weight of {shared[0]} is tied to another layer's, which would get bytes"
-        diagnostics.append(Diagnostic("precision.exclude", message, f"add {shared[0]!r}, or leave all_gather out"))
+        diagnostics.append(
+            Diagnostic("precision.exclude", message, f"{_adding(shared[:1], plan, model)}, or leave all_gather out")
+        )
     return diagnostics
 
 
@@ -112,10 +114,14 @@ def check_styled_layers(plan: ParallelPlan, styles: Mapping[str, str], model: Mo
         whole = (each.out_features or 0) % multiple == (each.in_features or 0) % multiple == 0
         if size is not None and whole and size % (multiple * plan.mesh.tp):
             wrong[name] = (each.out_features, each.in_features)
-    return _odd(wrong, plan.precision.linear, f" over tp = {plan.mesh.tp} ranks")
+    return _odd(wrong, plan, model, f" over tp = {plan.mesh.tp} ranks")
 
 
-def _odd(wrong: Mapping[str, tuple[int | None, int | None]], linear: str, over: str) -> list[Diagnostic]:
+def _odd(
+    wrong: Mapping[str, tuple[int | None, int | None]], plan: ParallelPlan, model: ModelOutline, over: str
+) -> list[Diagnostic]:
+    linear = plan.precision.linear
+    assert linear is not None
     by_shape: dict[tuple[int | None, int | None], list[str]] = {}
     for name, shape in wrong.items():
         by_shape.setdefault(shape, []).append(name)
@@ -126,7 +132,7 @@ def _odd(wrong: Mapping[str, tuple[int | None, int | None]], linear: str, over: 
             f"{', '.join(patterns)} of shape {list(shape)}{over} can't be multiplied in {linear}, whose dims are"
             f" multiples of {_MULTIPLE[linear]}"
         )
-        found.append(Diagnostic("precision.exclude", message, f"add {', '.join(map(repr, patterns))}"))
+        found.append(Diagnostic("precision.exclude", message, _adding(patterns, plan, model)))
     return found
 
 
@@ -139,6 +145,14 @@ def low_precision_layers(plan: ParallelPlan, model: ModelOutline) -> list[str]:
         usual = _usual(model)
         return [name for name in _linear(model) if name not in usual]
     return [name for name in _linear(model) if not matches_inside(patterns, name)]
+
+
+def _adding(patterns: list[str], plan: ParallelPlan, model: ModelOutline) -> str:
+    """Say what to add to `exclude`: what is left out by default, too, as a list replaces that."""
+    usual = generalise(_usual(model)) if plan.precision.exclude is None else []
+    rest = [pattern for pattern in usual if pattern not in patterns]
+    beside = f" and, since a list replaces the default, {', '.join(map(repr, rest))}" if rest else ""
+    return f"add {', '.join(map(repr, patterns))}{beside}"
 
 
 def precision_notes(plan: ParallelPlan, model: ModelOutline) -> list[str]:
@@ -154,7 +168,7 @@ def precision_notes(plan: ParallelPlan, model: ModelOutline) -> list[str]:
     for pattern, names in alike.items():
         staying = [name for name in names if name not in chosen]
         left_out += [pattern] if staying == names else staying
-    return [f"[precision] leaves these layers in {plan.run.dtype}: {', '.join(left_out)}"] if left_out else []
+    return [f"[precision] leaves these layers in the model's own dtype: {', '.join(left_out)}"] if left_out else []
 
 
 def _linear(model: ModelOutline) -> list[str]:

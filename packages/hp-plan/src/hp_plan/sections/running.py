@@ -196,8 +196,8 @@ class RunSection:
             added up, and exchanged in the last. Stages have micro-batches of their own (`pipeline.micro_batches`).
         deterministic: weights have the same bits in each run, and on any number of ranks of `dp_replicate` and
             `dp_shard` that divides the step's micro-batches.
-        generation: `"exact"` gives log-probabilities that `generating` reports the bits of the training forward for the
-            same tokens, with `deterministic`; the model's forward is slower then (PyTorch, on CPUs). `"plain"` differs
+        generation: with `"exact"`, and `deterministic`, the log-probabilities that `generating` reports have the same
+            bits as those of the training forward; both are slower then (PyTorch, on CPUs). With `"plain"` they differ
             by rounding.
         platform: the framework that the model is written for; none takes the one in use (see `get_platform`).
         checkpoint_every: save a checkpoint after so many steps; 0 saves at the end and when the run is stopped.

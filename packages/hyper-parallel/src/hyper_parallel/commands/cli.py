@@ -120,13 +120,16 @@ def train(
         int | None,
         typer.Option(min=0, help="Give this rank the terminal at breakpoint() and where it fails.", show_default=False),
     ] = None,
-    recover: Annotated[
-        bool, typer.Option("--recover", help="Go on with a spare process where one is lost, as [recovery] says.")
-    ] = False,
-    spares: Annotated[int, typer.Option(min=1, help="Processes that wait to take a place, with --recover.")] = 1,
+    recover: Annotated[bool, typer.Option("--recover", help="Go on with a spare process where one is lost.")] = False,
+    spares: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes that wait to take a place, with --recover; 1 by default.", show_default=False
+        ),
+    ] = None,
     readings: Annotated[
         Literal["full"] | None,
-        typer.Option("--monitor", help="full: read all of each step, in place of [monitor].", show_default=False),
+        typer.Option("--monitor", help="full: read all of each step, whatever the plan says.", show_default=False),
     ] = None,
     simulate_ranks: Annotated[
         int | None,
@@ -147,7 +150,7 @@ def train(
         if simulate_ranks is not None:
             needs_ranks = {"--resume": resume != "no", "--until": until, "--out": out, "--data": data}
             needs_ranks |= {"--monitor": readings is not None}
-            needs_ranks |= {"--recover": recover}
+            needs_ranks |= {"--recover": recover, "--spares": spares is not None}
             needs_ranks |= {"--nproc": nproc, "--weights": weights, "--debug-rank": debug_rank is not None}
             options: dict[str, Any] = {"rank": rank, "hardware": hardware, "steps": steps, "without": needs_ranks}
             planning.simulate_rank(plan, simulate_ranks, **options, assignments=assignments, json_lines=json_lines)
@@ -171,11 +174,11 @@ def train(
         ranks = prepare(tables, nproc)
         if debug_rank is not None and debug_rank >= ranks:
             raise SettingError(f"--debug-rank {debug_rank}: the {ranks} ranks are 0 to {ranks - 1}")
-        check_recovery(recover, debug_rank)
+        check_recovery(recover, spares, debug_rank)
         ready = checked(tables, ranks, training=True)
         check_replacing(ready, recover)
         if recover:
-            typer.echo(f"note: {described(ready, spares)}", err=True)
+            typer.echo(f"note: {described(ready, spares or 1)}", err=True)
         for note in text_notes(ready) if leads() else ():
             typer.echo(f"note: {note}", err=True)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
@@ -185,7 +188,7 @@ def train(
         with claimed(folder) if leads() else nullcontext(), saying_what_is_saved(folder):
             if debug_rank is not None:
                 hand_over_terminal()
-            options = {"debug_rank": debug_rank, "spares": spares if recover else 0}
+            options = {"debug_rank": debug_rank, "spares": (spares or 1) if recover else 0}
             job = Job(ready, folder, json_lines, resume, until, **options)
             _run(worker.train_rank, job, ranks)
 
@@ -260,7 +263,7 @@ def lint_plan(
         bool,
         typer.Option(
             "--run-model-code",
-            help="Run the model's code: import and call [model] function, and under cp call the model once.",
+            help="Run the model's code: import and call model.function, and under cp call the model once.",
         ),
     ] = False,
     assignments: Set = None,

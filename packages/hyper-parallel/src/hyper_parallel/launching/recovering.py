@@ -59,17 +59,20 @@ def described(plan: ParallelPlan, spares: int) -> str:
     return f"recovery: if a process ends, hangs or raises, all are replaced and go on from copies in memory; {limits}"
 
 
-def check_recovery(recover: bool, debug_rank: int | None) -> None:
+def check_recovery(recover: bool, spares: int | None, debug_rank: int | None) -> None:
     """Check that processes can be replaced here.
 
     Args:
         recover: the command is to.
+        spares: processes that are to wait, if the command says so.
         debug_rank: the rank that a person debugs.
 
     Raises:
         SettingError: they can't.
     """
     if not recover:
+        if spares is not None:
+            raise SettingError(f"--spares {spares}: spare processes take a place with --recover alone; add it")
         return
     if inside_launcher():
         raise SettingError(
@@ -96,7 +99,7 @@ def check_replacing(plan: ParallelPlan, recover: bool) -> None:
     section, kind = plan.sdc, get_platform().devices.kind
     if section.on_fault != "replace" or not (section.replicas or section.replay_every):
         return
-    key, fix = "sdc.on_fault", "make it 'restore', which ends the run at what lasts, or 'report'"
+    key, fix = "sdc.on_fault", "make it 'restore', which ends the run at a fault that lasts, or 'report'"
     if not recover:
         message = "got 'replace', but no spare process is there, nor copies that it could go on from"
         fix = f"hyper-parallel train --recover --spares 1, which starts the ranks of one machine; or {fix}"

@@ -27,6 +27,7 @@ from hp_plan.torch.generation.exact.rows import by_rows, cancelling, elementwise
 
 T = torch.Tensor
 _LEAVE = "leave run.generation out"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # the last for `verify`
 _MARK = "_exact_forward"
 
 
@@ -50,6 +51,12 @@ def make_exact(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise NotImplementedError(f"generation = 'exact': {name} drops out with p = {module.p:g}; {_LEAVE}")
+    other = next((name for name, each in model.named_parameters() if each.dtype not in _DTYPES), None)
+    if other is not None:
+        raise NotImplementedError(
+            f"generation = 'exact': {other} is {model.get_parameter(other).dtype}; build the model in float32 or"
+            f" bfloat16 (run.dtype), or {_LEAVE}"
+        )
     attention.register()
     owner: Any = model
     owner.set_attn_implementation(attention.NAME)
