@@ -837,11 +837,6 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("name ranks of the mesh", {"profile": {"start": 2, "ranks": [1]}}, ["profile.ranks=[0]"]),
     # silent corruption
     (
-        "make it 'restore' or 'report'",
-        {"sdc": {"replay_every": 2, "on_fault": "replace"}},
-        ["sdc.on_fault=restore", "sdc.on_fault=report"],
-    ),
-    (
         "leave it out, or give sdc.replay_every",
         {"sdc": {"replicas": True}},
         ["-sdc.replicas", ("-sdc.replicas", "sdc.replay_every=2")],
