@@ -92,7 +92,7 @@ def test_a_call_leaves_nothing_to_the_collector(degree: int | None) -> None:
     try:
         before = alive()  # of earlier work of this process
         loss_of(model(part["ids"], part["places"]), part["targets"]).backward()
-        assert alive() == before
+        assert alive() <= before
     finally:
         gc.enable()
 
