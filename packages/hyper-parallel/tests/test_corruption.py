@@ -182,7 +182,7 @@ def test_random_flips_of_state_are_named_in_their_step(tmp_path, count):
     assert all(each.kind == "reduced" for each in unseen)  # a gradient's low bits may be lost in rounding
     assert len(unseen) < count / 4
     named = f"{count - len(unseen)} of {count} flips in state named in their step: rank, parameter"
-    print(named, "" if not unseen else "; the others are in gradients, where rounding may lose them")
+    print(named, "" if not unseen else "; the others are in gradients, where rounding may lose them", sep="")
 
 
 @pytest.mark.parametrize(

@@ -175,10 +175,11 @@ def train(
         if debug_rank is not None and debug_rank >= ranks:
             raise SettingError(f"--debug-rank {debug_rank}: the {ranks} ranks are 0 to {ranks - 1}")
         check_recovery(recover, spares, debug_rank)
+        spares = spares or 1
         ready = checked(tables, ranks, training=True)
         check_replacing(ready, recover)
         if recover:
-            typer.echo(f"note: {described(ready, spares or 1)}", err=True)
+            typer.echo(f"note: {described(ready, spares)}", err=True)
         for note in text_notes(ready) if leads() else ():
             typer.echo(f"note: {note}", err=True)
         # Inside a launcher only rank 0 writes, and this is that rank's own process.
@@ -188,7 +189,7 @@ def train(
         with claimed(folder) if leads() else nullcontext(), saying_what_is_saved(folder):
             if debug_rank is not None:
                 hand_over_terminal()
-            options = {"debug_rank": debug_rank, "spares": (spares or 1) if recover else 0}
+            options = {"debug_rank": debug_rank, "spares": spares if recover else 0}
             job = Job(ready, folder, json_lines, resume, until, **options)
             _run(worker.train_rank, job, ranks)
 

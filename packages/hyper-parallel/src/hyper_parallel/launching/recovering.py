@@ -96,15 +96,14 @@ def check_replacing(plan: ParallelPlan, recover: bool) -> None:
     Raises:
         PlanError: they can't.
     """
-    section, kind = plan.sdc, get_platform().devices.kind
-    if section.on_fault != "replace" or not (section.replicas or section.replay_every):
+    if plan.sdc.on_fault != "replace":
         return
     key, fix = "sdc.on_fault", "make it 'restore', which ends the run at a fault that lasts, or 'report'"
     if not recover:
         message = "got 'replace', but no spare process is there, nor copies that it could go on from"
         fix = f"hyper-parallel train --recover --spares 1, which starts the ranks of one machine; or {fix}"
         raise PlanError([Diagnostic(key, message, fix)])
-    if kind != "cpu":
+    if (kind := get_platform().devices.kind) != "cpu":
         message = f"got 'replace', but a spare process would compute on the same {kind} device"
         raise PlanError([Diagnostic(key, message, fix)])
 
