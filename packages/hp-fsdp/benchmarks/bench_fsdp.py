@@ -212,17 +212,24 @@ def measure_steps(hidden: int, shape: tuple[int, int], repeats: int) -> dict[str
 
 
 def take_turns_wrapping(hidden: int, wait: Callable[[], object]) -> Row:
-    """Median seconds to wrap one model, each kind in turn; what is wrapped is freed before the next."""
-    seconds: dict[str, list[float]] = {"ours": [], "torch": []}
+    """Median seconds to wrap one model, each kind in turn; what is wrapped is freed before the next.
+
+    "raw" copies the shards to new memory, and does nothing else.
+    """
+    ranks = dist.get_world_size()
+    seconds: dict[str, list[float]] = {"ours": [], "torch": [], "raw": []}
     for turn in range(6):
         for kind, taken in seconds.items():
             model = Model(hidden)
             wait()
             start = time.perf_counter()
-            shard(kind, model)
+            if kind == "raw":
+                kept = [each.detach()[: -(-len(each) // ranks)].clone() for each in model.parameters()]
+            else:
+                kept = shard(kind, model)
             if turn:
                 taken.append(time.perf_counter() - start)
-            del model
+            del model, kept
             gc.collect()
     return {kind: statistics.median(taken) for kind, taken in seconds.items()}
 

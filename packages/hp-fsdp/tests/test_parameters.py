@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -347,3 +348,16 @@ def test_evaluation_without_no_grad_before_a_fused_step():
             optimizer.step()
             optimizer.zero_grad()
     same_weights(model, reference)
+
+
+@on_ranks(3)
+def test_padding_of_a_shard_is_zero_whatever_was_in_its_memory():
+    empty = torch.empty
+    model = seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    with mock.patch("torch.empty", lambda *sizes, **options: empty(*sizes, **options).fill_(7)):
+        fully_shard(model, data_mesh())
+    (bucket,) = groups_of(model)[0].buckets
+    filled = sum(each.sharded.to_local().count_nonzero() for each in bucket.parameters)
+    owned = sum(each.sharded.to_local().numel() for each in bucket.parameters)
+    assert dist.get_rank() < 2 or owned < bucket.shard.numel()  # the last rank has padding
+    assert bucket.shard.count_nonzero() == filled

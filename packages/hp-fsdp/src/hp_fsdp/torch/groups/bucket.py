@@ -79,7 +79,7 @@ class Bucket(FlatBucket):
     def shard_originals(self) -> None:
         """Shard the parameters."""
         layout, rank = self.layout, self.axes.shard_rank
-        self.shard = self.new_shard(self.home)
+        self.shard = self.new_shard(self.home, filled=True)
         with torch.no_grad():
             for index, (parameter, spec) in enumerate(zip(self.parameters, self.specs)):
                 view = self.shard_view(index)
@@ -90,11 +90,17 @@ class Bucket(FlatBucket):
         self.note_sharded()
         self.show_sharded()
 
-    def new_shard(self, device: torch.device) -> torch.Tensor:
-        """Allocate memory for the rank's piece, zeroed."""
+    def new_shard(self, device: torch.device, *, filled: bool = False) -> torch.Tensor:
+        """Allocate memory for the rank's piece, zeroed; its padding alone where the caller fills the rest."""
         if self.offload is None or device != get_platform().devices.host_device():
-            return torch.zeros(self.layout.piece, dtype=self.dtype, device=device)
-        return empty_on_host(self.layout.piece, self.dtype, pin=self.offload.pin_memory).zero_()
+            piece = torch.empty(self.layout.piece, dtype=self.dtype, device=device)
+        else:
+            piece = empty_on_host(self.layout.piece, self.dtype, pin=self.offload.pin_memory)
+        sizes, ranges = self.layout.splits(self.axes.shard_rank)
+        for number, part in enumerate(piece.split(sizes)):
+            if not filled or number not in ranges:
+                part.zero_()
+        return piece
 
     def range_of(self, index: int) -> torch.Tensor:
         """Return a parameter's range of the rank's piece."""
