@@ -59,8 +59,12 @@ def test_patterns_that_match_nothing_are_refused():
 def test_shapes_that_cannot_be_multiplied_are_named():
     odd = {**LLAMA, "overrides": {**LLAMA["overrides"], "intermediate_size": 72}}
     text = messages(plan_of({}, {"linear": "float8-tensorwise"}, model=odd))
-    assert "model.layers.*.mlp.gate_proj, model.layers.*.mlp.up_proj of shape [72, 64] can't be multiplied" in text
-    assert "add 'model.layers.*.mlp.down_proj'" in text
+    assert (
+        "model.layers.*.mlp.gate_proj, model.layers.*.mlp.up_proj of shape [72, 64]; model.layers.*.mlp.down_proj"
+        in text
+    )
+    assert "of shape [64, 72] can't be multiplied" in text and text.count("\n") == 0
+    assert "add 'model.layers.*.mlp.gate_proj', 'model.layers.*.mlp.up_proj', 'model.layers.*.mlp.down_proj'" in text
     exclude = ["lm_head", "model.layers.*.mlp"]
     assert not lint(plan_of({}, {"linear": "float8-tensorwise", "exclude": exclude}, model=odd))
     text = messages(plan_of({"tp": 2}, {"linear": "mxfp8"}))

@@ -23,7 +23,7 @@ from hp_dtensor import DeviceMesh, init_device_mesh
 from hp_pipeline import PipelineSchedule
 from hp_plan.checks.alike import SharedSamples, agree_on_plan, take_first_weights
 from hp_plan.checks.checks import check_model, check_plan, check_platform
-from hp_plan.checks.precision import low_precision_layers
+from hp_plan.checks.precision import low_precision_experts, low_precision_layers
 from hp_plan.features.blocks import compile_blocks, save_less
 from hp_plan.features.communication import host_axis, wire_of
 from hp_plan.features.experts import expert_styles, spread_experts, with_expert_axes
@@ -94,7 +94,8 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     _check_mesh(mesh, axes)
     _check_hosts(plan, mesh)
     port.sum_beside_parameters(model)
-    port.lower_precision(model, plan.precision, low_precision_layers(plan, outline))
+    lower = [*low_precision_layers(plan, outline), *low_precision_experts(plan, outline)]
+    port.lower_precision(model, plan.precision, lower)
     if plan.run.generation == "exact":
         port.make_exact(model)
     if "cp" in axes:

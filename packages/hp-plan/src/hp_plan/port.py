@@ -59,12 +59,12 @@ class Models(Protocol):
         """Let adapters of single parameters leave these where they are, for what shards them."""
         ...
 
-    def lacks_products(self, linear: str, kernels: str) -> tuple[str, str] | None:
+    def lacks_products(self, key: str, form: str, kernels: str) -> tuple[str, str] | None:
         """Tell what keeps this process from products of a format of `[precision]`, and what to do; None if nothing."""
         ...
 
     def lower_precision(self, model: Module, section: PrecisionSection, names: Sequence[str]) -> None:
-        """Let the Linear modules of these names multiply in eight bits; they stay the objects that they are."""
+        """Let the Linear modules and experts of these names multiply in eight bits; they stay the objects they are."""
         ...
 
     def shard_adapters(self, model: Module) -> None:

@@ -28,6 +28,8 @@ class Description:
         transposed: weights are ``[experts, in, out]``.
         swiglu: ``silu(gate) * up`` is all between the two products.
         kernel: take one kernel for all experts' products, where the framework has it.
+        product: called with rows, a weight, rows of each expert and `transposed`, in place of the framework's product:
+            the module's ``grouped_product``. What a result is multiplied by is none of what it casts.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Description:
     transposed: bool
     swiglu: bool
     kernel: bool = True
+    product: Callable[[Tensor, Tensor, Sequence[int], bool], Tensor] | None = None
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -96,6 +99,7 @@ def describe(module: Any) -> Description:
         transposed,
         own or (packed and port().is_swiglu(module)),
         bool(getattr(module, "use_grouped_mm", True)),
+        getattr(module, "grouped_product", None),
     )
 
 
@@ -149,11 +153,10 @@ def compute(
     """
     inner = [_linear(rows, own, name, sizes, part) for name in own.first]
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-    within = weights if norm is None else None
+    within = weights if norm is None and own.product is None else None
     out = _linear(_between(module, own, inner, within), own, own.second, sizes, part, within)
-    if norm is None:
-        return out
-    return norm(out) if weights is None else norm(out) * weights
+    out = out if norm is None else norm(out)
+    return out if weights is within else out * weights
 
 
 def _between(module: Any, own: Description, inner: Sequence[Tensor], weights: Tensor | None) -> Tensor:
@@ -175,7 +178,11 @@ def _linear(
     weights: Tensor | None = None,
 ) -> Tensor:
     weight = part(name)
-    out = port().grouped(port().cast(rows, weight), weight, sizes, own.transposed, own.kernel)
+    rows = port().cast(rows, weight)
+    if own.product is None:
+        out = port().grouped(rows, weight, sizes, own.transposed, own.kernel)
+    else:
+        out = own.product(rows, weight, sizes, own.transposed)
     if not own.biased:
         return out
     bias = port().repeated(part(f"{name}_bias"), sizes)

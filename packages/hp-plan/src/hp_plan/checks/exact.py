@@ -37,7 +37,7 @@ def check_exact(plan: ParallelPlan) -> list[Diagnostic]:
         where = "MindSpore" if platform.name != "torch" else platform.devices.kind
         reasons.append((f"{where}, whose kernels are not tested for it: PyTorch's on CPUs are", ""))
     beside = {
-        "precision.linear": plan.precision.linear,
+        **{f"precision.{key}": form for key, form in plan.precision.formats.items()},
         "compile.blocks": list(plan.compile.blocks),
         "memory.budget": plan.memory.budget,
         "adapter.kind": plan.adapter.kind,

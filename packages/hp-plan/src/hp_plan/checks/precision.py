@@ -19,39 +19,67 @@ _NONE = PrecisionSection()
 
 def check_precision(plan: ParallelPlan) -> list[Diagnostic]:
     """Check that this framework and device have the products, and that nothing else in the plan is against them."""
-    section, key = plan.precision, "precision.linear"
-    if section.linear is None:
+    section = plan.precision
+    if not section.formats:
         given = [item.name for item in fields(section) if getattr(section, item.name) != getattr(_NONE, item.name)]
         message = f"{', '.join(given)} would have no effect: there are no products in eight bits"
         fix = 'write linear = "float8-tensorwise", or leave [precision] out'
         return [Diagnostic("precision", message, fix)] if given else []
-    got = f"got {section.linear!r}"
-    lack = models().lacks_products(section.linear, section.kernels)
-    if lack is not None:
-        return [Diagnostic(key, f"{got}, but {lack[0]}", lack[1])]
-    diagnostics = []
+    for key, form in section.formats.items():
+        lack = models().lacks_products(key, form, section.kernels)
+        if lack is not None:
+            return [Diagnostic(f"precision.{key}", f"got {form!r}, but {lack[0]}", lack[1])]
+    key, form = next(iter(section.formats.items()))
+    key, got, diagnostics = f"precision.{key}", f"got {form!r}", []
     if plan.adapter.kind is not None:
         message = f"{got} with an adapter, whose layers add their own product to one of weights that are not trained"
         diagnostics.append(Diagnostic(key, message, "leave [precision] out, or [adapter]"))
-    if plan.communication.async_tensor_parallel != "off":
+    if section.linear and plan.communication.async_tensor_parallel != "off":
         message = f"{got} with communication.async_tensor_parallel, whose product is in the dtype of the model"
         diagnostics.append(Diagnostic(key, message, "leave the one or the other out"))
-    rows = plan.data.batch_size * plan.data.width // plan.mesh.data_parallel
-    parts = (plan.pipeline.micro_batches or rows) if plan.mesh.pp > 1 else plan.run.accumulate
-    tokens = rows // parts * plan.data.sequence_length
-    tokens //= plan.mesh.cp
     if plan.optimizer.name == "adamw8bit":
         message = f"{got} with adamw8bit, whose states are cut in blocks of 256 elements: verify can't compare the two"
         diagnostics.append(Diagnostic("optimizer.name", message, "make it 'adamw', or leave [precision] out"))
     if plan.memory.budget is not None:
         message = f"{got} with memory.budget, whose plan of what is computed again knows no tensors of eight bits"
         diagnostics.append(Diagnostic("memory.budget", message, "write memory.recompute or swap in its place"))
-    multiple = _MULTIPLE[section.linear]
-    if tokens % multiple:
-        message = f"a rank multiplies {tokens} tokens at a time, and {section.linear} needs a multiple of {multiple}"
-        fix = f"make data.sequence_length a multiple of {multiple * plan.mesh.cp}"
-        diagnostics.append(Diagnostic("data.sequence_length", message, fix))
-    return [*diagnostics, *_check_gather(plan)]
+    return [*diagnostics, *_check_tokens(plan), *_check_gather(plan), *_check_dispatch(plan)]
+
+
+def _check_tokens(plan: ParallelPlan) -> list[Diagnostic]:
+    linear = plan.precision.linear
+    if linear is None:
+        return []
+    rows = plan.data.batch_size * plan.data.width // plan.mesh.data_parallel
+    parts = (plan.pipeline.micro_batches or rows) if plan.mesh.pp > 1 else plan.run.accumulate
+    tokens = rows // parts * plan.data.sequence_length // plan.mesh.cp
+    multiple = _MULTIPLE[linear]
+    if tokens % multiple == 0:
+        return []
+    message = f"a rank multiplies {tokens} tokens at a time, and {linear} needs a multiple of {multiple}"
+    fix = f"make data.sequence_length a multiple of {multiple * plan.mesh.cp}"
+    return [Diagnostic("data.sequence_length", message, fix)]
+
+
+def _check_dispatch(plan: ParallelPlan) -> list[Diagnostic]:
+    """Check that an expert's tokens are multiplied together: scales of its weight's gradient are of all of them."""
+    section, key, form = plan.experts, "precision.experts", plan.precision.experts
+    if form is None:
+        return []
+    reasons = [
+        (f"experts.{name} = {value}", "cuts an expert's tokens in parts, which have other scales", f"experts.{name}")
+        for name, value, usual in (("chunks", section.chunks, 1), ("slots", section.slots, 0))
+        if value != usual
+    ]
+    if section.capacity is not None and form == "mxfp8":
+        reasons.append((f"experts.capacity = {section.capacity}", "moves tokens to other blocks", "experts.capacity"))
+    found = [
+        Diagnostic(key, f"got {form!r} with {what}, which {why}", f"leave {out} out") for what, why, out in reasons
+    ]
+    if plan.precision.kernels == "auto" and "float16" in (plan.fsdp.param_dtype, plan.run.dtype):
+        message = f"got {form!r}, whose grouped kernels take float32 and bfloat16, with float16"
+        found.append(Diagnostic(key, message, "write 'bfloat16' in its place"))
+    return found
 
 
 def _check_gather(plan: ParallelPlan) -> list[Diagnostic]:
@@ -72,27 +100,34 @@ def _check_gather(plan: ParallelPlan) -> list[Diagnostic]:
 def check_layers(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     """Check that patterns match, and that each layer has a shape that can be multiplied in eight bits."""
     section, diagnostics = plan.precision, []
-    if section.linear is None:
+    if not section.formats:
         return []
+    candidates = [*(_linear(model) if section.linear else ()), *(_experts(model) if section.experts else ())]
     for index, pattern in enumerate(section.exclude or ()):
         key, matched = f"precision.exclude[{index}]", [name for name in model.names if matches(pattern, name)]
         if not matched:
             diagnostics.append(matches_nothing(key, pattern, model.names))
-        elif not any(matches_inside([pattern], name) for name in _linear(model)):
-            message = f"'{pattern}' matches {matched[0]}, and no Linear layer that {section.linear} could multiply"
+        elif not any(matches_inside([pattern], name) for name in candidates):
+            what = (
+                "experts"
+                if section.linear is None
+                else "Linear layer or experts"
+                if section.experts
+                else "Linear layer"
+            )
+            message = f"'{pattern}' matches {matched[0]}, and no {what} to multiply in eight bits"
             diagnostics.append(Diagnostic(key, message, "leave it out"))
-    names = low_precision_layers(plan, model)
-    if not names and not diagnostics:
+    names, experts = low_precision_layers(plan, model), low_precision_experts(plan, model)
+    if section.linear and not names and not diagnostics:
         message = f"got {section.linear!r}, but all Linear layers are left out"
         return [Diagnostic("precision.linear", message, "leave [precision] out, or make precision.exclude less")]
-    multiple = _MULTIPLE[section.linear]
-    wrong: dict[str, tuple[int, int]] = {}
-    for name in names:
-        each = model.modules[name]
-        assert each.out_features is not None and each.in_features is not None
-        if each.out_features % multiple or each.in_features % multiple:
-            wrong[name] = (each.out_features, each.in_features)
-    diagnostics += _odd(wrong, plan, model, "")
+    if section.experts and not experts and not diagnostics:
+        what = "all experts are left out" if _experts(model) else f"{model.type_name} has no experts"
+        return [Diagnostic("precision.experts", f"got {section.experts!r}, but {what}", "leave precision.experts out")]
+    shapes = {name: (each.out_features, each.in_features) for name in names if (each := model.modules[name])}
+    diagnostics += _odd(shapes, section.linear, plan, model)
+    matrices = {name: [shape for shape in model.modules[name].shapes.values() if len(shape) == 3] for name in experts}
+    diagnostics += _odd({name: each[-1] for name, each in matrices.items()}, section.experts, plan, model)
     tied = {name.rpartition(".")[0] for together in model.tied for name in together}
     shared = [name for name in names if name in tied]
     if shared and section.all_gather:
@@ -105,46 +140,61 @@ def check_layers(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
 
 def check_styled_layers(plan: ParallelPlan, styles: Mapping[str, str], model: ModelOutline) -> list[Diagnostic]:
     """Check that each rank's part of a layer can be multiplied in eight bits."""
-    if plan.precision.linear is None or plan.mesh.tp == 1:
+    section, found = plan.precision, []
+    if not section.formats or plan.mesh.tp == 1:
         return []
-    multiple, wrong = _MULTIPLE[plan.precision.linear], {}
+    cut = [name for name in low_precision_experts(plan, model) if styles.get(name) != "expert_parallel"]
+    if cut:
+        message = (
+            f"got {section.experts!r} with mesh.tp = {plan.mesh.tp}, whose ranks have parts of {generalise(cut)[0]}"
+        )
+        fix = f"make mesh.ep a multiple of {plan.mesh.tp}, which leaves experts whole, or leave precision.experts out"
+        found.append(Diagnostic("precision.experts", message, fix))
+    wrong: dict[str, tuple[int | None, ...]] = {}
     for name in low_precision_layers(plan, model):
-        each, style = model.modules[name], styles.get(name, "")
+        multiple, each, style = _MULTIPLE[section.linear or ""], model.modules[name], styles.get(name, "")
         size = each.in_features if "rowwise" in style else each.out_features if "colwise" in style else None
         whole = (each.out_features or 0) % multiple == (each.in_features or 0) % multiple == 0
         if size is not None and whole and size % (multiple * plan.mesh.tp):
             wrong[name] = (each.out_features, each.in_features)
-    return _odd(wrong, plan, model, f" over tp = {plan.mesh.tp} ranks")
+    return found + _refused(wrong, section.linear, plan, model, f" over tp = {plan.mesh.tp} ranks")
 
 
 def _odd(
-    wrong: Mapping[str, tuple[int | None, int | None]], plan: ParallelPlan, model: ModelOutline, over: str
+    shapes: Mapping[str, tuple[int | None, ...]], form: str | None, plan: ParallelPlan, model: ModelOutline
 ) -> list[Diagnostic]:
-    linear = plan.precision.linear
-    assert linear is not None
-    by_shape: dict[tuple[int | None, int | None], list[str]] = {}
+    wrong = {
+        name: shape for name, shape in shapes.items() if any((side or 0) % _MULTIPLE[form or ""] for side in shape[-2:])
+    }
+    return _refused(wrong, form, plan, model, "")
+
+
+def _refused(
+    wrong: Mapping[str, tuple[int | None, ...]], form: str | None, plan: ParallelPlan, model: ModelOutline, over: str
+) -> list[Diagnostic]:
+    if not wrong:
+        return []
+    by_shape: dict[tuple[int | None, ...], list[str]] = {}
     for name, shape in wrong.items():
         by_shape.setdefault(shape, []).append(name)
-    found = []
-    for shape, names in by_shape.items():
-        patterns = generalise(names)
-        message = (
-            f"{', '.join(patterns)} of shape {list(shape)}{over} can't be multiplied in {linear}, whose dims are"
-            f" multiples of {_MULTIPLE[linear]}"
-        )
-        found.append(Diagnostic("precision.exclude", message, _adding(patterns, plan, model)))
-    return found
+    named = "; ".join(f"{', '.join(generalise(names))} of shape {list(shape)}" for shape, names in by_shape.items())
+    message = f"{named}{over} can't be multiplied in {form}, whose dims are multiples of {_MULTIPLE[form or '']}"
+    return [Diagnostic("precision.exclude", message, _adding(generalise(wrong), plan, model))]
 
 
 def low_precision_layers(plan: ParallelPlan, model: ModelOutline) -> list[str]:
-    """List the names of the layers that multiply in eight bits, in the order of the model."""
+    """List the names of the Linear layers that multiply in eight bits, in the order of the model."""
+    patterns = plan.precision.exclude
     if plan.precision.linear is None:
         return []
-    patterns = plan.precision.exclude
-    if patterns is None:
-        usual = _usual(model)
-        return [name for name in _linear(model) if name not in usual]
-    return [name for name in _linear(model) if not matches_inside(patterns, name)]
+    usual = _usual(model) if patterns is None else ()
+    return [name for name in _linear(model) if name not in usual and not matches_inside(patterns or (), name)]
+
+
+def low_precision_experts(plan: ParallelPlan, model: ModelOutline) -> list[str]:
+    """List the names of the experts that multiply in eight bits, in the order of the model."""
+    patterns = plan.precision.exclude or ()
+    return [name for name in _experts(model) if not matches_inside(patterns, name)] if plan.precision.experts else []
 
 
 def _adding(patterns: list[str], plan: ParallelPlan, model: ModelOutline) -> str:
@@ -156,13 +206,14 @@ def _adding(patterns: list[str], plan: ParallelPlan, model: ModelOutline) -> str
 
 
 def precision_notes(plan: ParallelPlan, model: ModelOutline) -> list[str]:
-    """Name the Linear layers that stay in the dtype of the model, where others multiply in eight bits."""
-    chosen = set(low_precision_layers(plan, model))
+    """Name the Linear layers that stay in the dtype of the model, and experts, where others multiply in eight bits."""
+    experts = _experts(model) if plan.precision.experts else []
+    chosen = {*low_precision_layers(plan, model), *low_precision_experts(plan, model)}
     if not chosen:
         return []
     alike: dict[str, list[str]] = {}
     for name, each in model.modules.items():
-        if each.kind == "linear" and name:
+        if (each.kind == "linear" and name and plan.precision.linear) or name in experts:
             alike.setdefault(generalise([name])[0], []).append(name)
     left_out = []
     for pattern, names in alike.items():
@@ -171,8 +222,12 @@ def precision_notes(plan: ParallelPlan, model: ModelOutline) -> list[str]:
     return [f"[precision] leaves these layers in the model's own dtype: {', '.join(left_out)}"] if left_out else []
 
 
+def _experts(model: ModelOutline) -> list[str]:
+    return [name for name, each in model.modules.items() if each.experts is not None]
+
+
 def _linear(model: ModelOutline) -> list[str]:
-    experts = tuple(f"{name}." for name, each in model.modules.items() if each.experts is not None)
+    experts = tuple(f"{name}." for name in _experts(model))
     return [
         name
         for name, each in model.modules.items()

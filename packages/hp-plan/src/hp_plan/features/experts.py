@@ -317,6 +317,13 @@ def _mismatch(plan: ParallelPlan, style: str, module: ModuleOutline) -> tuple[st
 
 
 # ---- application ----
+def expert_sources(plan: ParallelPlan) -> tuple[int, int]:
+    """Return how many ranks of data parallelism, and of `cp`, an expert's tokens come from in one product."""
+    parts = _parts(plan.mesh, "expert_parallel")
+    assert parts is not None
+    return parts["dp_shard"][1], parts["cp"][1]
+
+
 def expert_styles(styles: Mapping[str, str]) -> dict[str, str]:
     """Return the styles of modules of experts among the styles by name."""
     return {name: style for name, style in styles.items() if style in EXPERT_STYLES}

@@ -125,7 +125,7 @@ def shard_adapters(model: nn.Cell) -> None:
     """Do nothing: there are no adapters."""
 
 
-def lacks_products(linear: str, kernels: str) -> tuple[str, str] | None:
+def lacks_products(key: str, form: str, kernels: str) -> tuple[str, str] | None:
     return "this version does not support it on MindSpore", "leave [precision] out"
 
 

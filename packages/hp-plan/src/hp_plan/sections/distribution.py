@@ -199,8 +199,11 @@ class PrecisionSection:
         linear: the model's Linear layers multiply in this format: `float8-tensorwise` with one scale a tensor (e4m3,
             gradients e5m2), `float8-rowwise` with one for each row (e4m3, scales that are powers of two), `mxfp8` with
             one for each 32 elements of a row. None: in the dtype of the model.
-        exclude: patterns of Linear layers, or of modules around them, that stay in the dtype of the model. None: the
-            output layer, and routers of experts. Experts, attention and adapters stay in any case.
+        experts: the grouped products of experts multiply in this format: `float8-rowwise` with one scale for each row
+            of tokens, and of an expert's weight, `mxfp8` with one for each 32 elements of it. None: in the dtype of the
+            model.
+        exclude: patterns of Linear layers and experts, or of modules around them, that stay in the dtype of the model.
+            None: the output layer, and routers of experts. Attention and adapters stay in any case.
         all_gather: `float8` gathers the weights of these layers as the bytes that are multiplied, a quarter of
             float32's; with `float8-tensorwise`, whose scales are then reduced once a forward.
         kernels: `auto` multiplies by the device's products in eight bits, and is refused where it has none; `emulated`
@@ -208,9 +211,15 @@ class PrecisionSection:
     """
 
     linear: Literal["float8-tensorwise", "float8-rowwise", "mxfp8"] | None = None
+    experts: Literal["float8-rowwise", "mxfp8"] | None = None
     exclude: tuple[str, ...] | None = None
     all_gather: Literal["float8"] | None = None
     kernels: Literal["auto", "emulated"] = "auto"
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Return key -> format, of the keys that are given: `linear`, `experts`."""
+        return {key: form for key in ("linear", "experts") if (form := getattr(self, key)) is not None}
 
 
 @dataclass(frozen=True)

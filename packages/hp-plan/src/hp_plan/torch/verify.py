@@ -21,7 +21,12 @@ from hp_plan.structure.memory import BYTES, memory_left, training_bytes
 from hp_plan.torch.build import build_model, build_objective, build_optimizer, build_schedule
 from hp_plan.torch.compared import Compared, Float64
 from hp_plan.torch.library.compat import products_in_float64
-from hp_plan.torch.library.low_precision import emulated, lower_precision_in_parts, what_was_multiplied
+from hp_plan.torch.library.low_precision import (
+    emulated,
+    factor_of_gradients,
+    lower_precision_in_parts,
+    what_was_multiplied,
+)
 from hp_plan.torch.models import batch_of, loss_inputs
 from hp_plan.torch.sequences.context_guard import unguarded
 from hp_plan.torch.training.loss import backward_loss, gives_items
@@ -51,14 +56,14 @@ def verify(plan: ParallelPlan, *, steps: int = 2, tolerance: float = 1e-9) -> Ve
         PlanError: the plan doesn't fit its model or the number of ranks.
     """
     left_out = ("blocks ran uncompiled, as modules in them are compared",) if plan.compile.blocks else ()
-    if plan.precision.linear is not None:
+    if plan.precision.formats:
         left_out += (what_was_multiplied(plan.precision),)
     if plan.communication.wire:
         left_out += ("gradients between replicas were sent as they are, without [communication] wire",)
     if plan.mesh.pp > 1 and (plan.memory.recompute or plan.memory.swap):
         left_out += ("stages kept their activations, without [memory] recompute and swap",)
     plan = _in_float64(plan)
-    with Float64(lowers=plan.precision.linear is not None) as mode, products_in_float64(plan.precision):
+    with Float64(lowers=bool(plan.precision.formats)) as mode, products_in_float64(plan.precision):
         device = get_platform().devices.current_device()
         single, parallel = build_model(plan).to(device), apply(build_model(plan).to(device), plan)
         lower_precision_in_parts(plan, single)
@@ -158,7 +163,12 @@ class _Run:
         else:
             own = batch_of(batch.tokens, batch.labels, batch.positions)
             loss = self._objective(self._model, own)[0] / self._objective.items(own["labels"])
-        loss.backward()
+        factor = factor_of_gradients(self._plan)
+        (loss * factor).backward()
+        if factor != 1:
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= factor
         return loss.item()
 
     def share(self, batch: _Batch, begins: Callable[[int], None]) -> float | None:

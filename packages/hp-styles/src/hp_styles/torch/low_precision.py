@@ -22,17 +22,21 @@ import torch
 from hp_dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, StridedShard
 from hp_dtensor.extend import TensorSpec, gather_as
 from hp_platform import collectives
+from hp_styles.torch.eight_bits import BLOCK, EmulatedLinear, emulated_linear
 from hp_styles.torch.regions import around
 
 Dim = Literal["tokens", "inputs", "outputs"]
-_BLOCK = 32
 _FLOAT8 = "torchao.float8.float8_linear", "Float8Linear"
 _MX = "torchao.prototype.moe_training.mxfp8_linear", "MXFP8Linear"
 
 
 def is_low_precision(module: torch.nn.Module) -> bool:
-    """Tell whether a module is a linear layer of torchao, whose products are in low precision."""
-    return _is(module, *_FLOAT8) or _is(module, *_MX)
+    """Tell whether a module is a linear layer whose products are in low precision, torchao's or emulated."""
+    return _is(module, *_FLOAT8) or _has_blocks(module)
+
+
+def _has_blocks(module: torch.nn.Module) -> bool:
+    return isinstance(module, EmulatedLinear) or _is(module, *_MX)
 
 
 def _is(module: torch.nn.Module, where: str, name: str) -> bool:
@@ -87,7 +91,7 @@ def run_low_precision(module: torch.nn.Module) -> None:
             f"{type(module).__name__} with a weight on {spec.mesh}: products in low precision are for a style on one"
             " axis; leave the layer in the model's own precision, or use ColwiseParallel and RowwiseParallel"
         )
-    if _is(module, *_MX):
+    if _has_blocks(module):
         _check_blocks(module, spec)
 
     def forward(module: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -100,10 +104,10 @@ def run_low_precision(module: torch.nn.Module) -> None:
 
 
 def _check_blocks(module: torch.nn.Module, spec: TensorSpec) -> None:
-    if any(size % _BLOCK for size in spec.local_shape):
+    if any(size % BLOCK for size in spec.local_shape):
         raise ValueError(
             f"{type(module).__name__}: a rank's part {list(spec.local_shape)} of the weight {list(spec.shape)} is no"
-            f" multiple of the {_BLOCK} elements that share a scale; leave the layer in the model's own precision"
+            f" multiple of the {BLOCK} elements that share a scale; leave the layer in the model's own precision"
         )
 
 
@@ -122,7 +126,15 @@ def _product(module: Any, x: Any, spec: TensorSpec) -> Any:
     weight = module.weight
     if isinstance(weight, DTensor):
         weight = weight.to_local(grad_placements=[Partial()] if parts.input == "tokens" else None)
-    if _is(module, *_MX):
+    if _has_blocks(module) and (rows := local.shape[:-1].numel()) % BLOCK:
+        raise ValueError(
+            f"{type(module).__name__}: a rank has {rows} tokens of an input {list(x.shape)} placed {x.placements}, no"
+            f" multiple of the {BLOCK} that share a scale; make the sequence longer, or leave the layer in the model's"
+            " own precision"
+        )
+    if isinstance(module, EmulatedLinear):
+        y = emulated_linear(local, weight)
+    elif _is(module, *_MX):
         run = importlib.import_module(_MX[0])._to_mxfp8_then_scaled_mm
         y = run(
             local,

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_plan.sections import PrecisionSection
+from hp_styles.torch.extend import grouped_product
 
 _FRAMES = 12
 """Frames between a cast and the function that it is for: those of other modes."""
@@ -20,7 +21,7 @@ def products_in_float64(section: PrecisionSection) -> contextlib.AbstractContext
 
     Scales that are powers of two are computed in float32, which gives the same ones.
     """
-    return contextlib.nullcontext() if section.linear is None else _Float64Products()
+    return _Float64Products() if section.formats else contextlib.nullcontext()
 
 
 class _Float64Products(TorchDispatchMode):
@@ -32,21 +33,26 @@ class _Float64Products(TorchDispatchMode):
             return torch.mm(left, right).to(args[0]._orig_dtype)
         to_single = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is torch.float32
         if to_single and args[0].dtype is torch.float64:
-            frame = _casts(sys._getframe(1))
+            frame = _casts(sys._getframe(1), ("torchao.float8.",))
             if frame is not None and not frame.f_locals.get("round_scales_to_power_of_2", False):
                 return args[0].clone()
         return func(*args, **(kwargs or {}))
 
 
 def casts() -> bool:
-    """Tell whether torchao calls what calls this, perhaps through other modes."""
-    return _casts(sys._getframe(2)) is not None
+    """Tell whether torchao calls what calls this, perhaps through other modes, or what emulates it does."""
+    return _casts(sys._getframe(2), ("torchao.", grouped_product.__module__)) is not None
 
 
-def _casts(frame: Any) -> Any:
-    """Return the first of a frame and those around it in which torchao casts; None if there is none."""
+def _casts(frame: Any, where: tuple[str, ...]) -> Any:
+    """Return the first of a frame and those around it in which something of `where` casts; None if there is none.
+
+    Backward reads what was saved, which may be a block that is computed again there; what it casts is in calls.
+    """
     for _ in range(_FRAMES):
-        if frame is None or frame.f_globals.get("__name__", "").startswith("torchao.float8."):
+        if frame is None:
+            return None
+        if frame.f_globals.get("__name__", "").startswith(where) and frame.f_code.co_name != "backward":
             return frame
         frame = frame.f_back
     return None
