@@ -90,6 +90,12 @@ REFUSED = [
         {"compile": {"blocks": ["model.layers.*"]}},
         "weights that are gathered as bytes are not traced",
     ),
+    (
+        {},
+        {"linear": "mxfp8"},
+        {"compile": {"blocks": ["model.layers.*"]}},
+        "emulated products of blocks are not traced",
+    ),
     ({"dp_shard": 2}, GATHERED, {"memory": {"budget": "1 GB"}}, "with memory.budget, whose plan of what is computed"),
     ({"dp_shard": 2}, GATHERED, {"optimizer": {"name": "adamw8bit"}}, "states are cut in blocks of 256 elements"),
 ]
@@ -193,13 +199,28 @@ def test_a_gather_carries_a_quarter_of_float32s_bytes():
     assert encoded - norms * 4 == (full - norms * 4) / 4 == (half - norms * 2) / 2
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("linear", ["float8-tensorwise", "float8-rowwise"])
+@on_ranks(2)
+def test_compiled_blocks_have_the_same_bits(linear: str):
+    results = []
+    for blocks in ({}, {"compile": {"blocks": ["model.layers.*"], "backend": "aot_eager"}}):
+        plan = plan_of({"dp_shard": 2}, {"linear": linear}, **blocks)
+        model: Any = apply(build_model(plan).to(device_type()), plan)
+        tokens = torch.arange(32, device=device_type())[None]
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        results.append([loss.detach(), *(each.grad.full_tensor() for each in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 @on_ranks(2)
 def test_products_without_torchao_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch):
     import importlib.util
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torchao" else find(name))
-    with pytest.raises(PlanError, match=r"torchao is not installed; pip install \"hyper-parallel\[fp8\]\""):
+    with pytest.raises(PlanError, match="torchao is not installed; pip install 'torchao>="):
         plan = plan_of({"dp_shard": 2}, GATHERED)
         apply(build_model(plan), plan)
     assert dist.get_world_size() == 2

@@ -78,6 +78,11 @@ REFUSED: list[tuple[dict[str, int], dict[str, Any], str]] = [
         "'lm_head' matches lm_head, and no experts to multiply in eight bits",
     ),
     ({}, {"precision": {"exclude": ["model.layers"]}}, "got 'mxfp8', but all experts are left out"),
+    (
+        {},
+        {"compile": {"blocks": ["model.layers.*"]}},
+        "an expert's tokens are counted on the host, which is not traced",
+    ),
     ({}, {"optimizer": {"name": "adamw8bit"}}, "with adamw8bit, whose states are cut in blocks"),
 ]
 

@@ -124,6 +124,11 @@ def check_compile(plan: ParallelPlan) -> list[Diagnostic]:
         for axis, why in _AXES.items()
         if getattr(plan.mesh, axis) > 1
     ]
+    if plan.precision.experts is not None:
+        what = f"precision.experts = {plan.precision.experts!r}"
+        reasons.append((what, "an expert's tokens are counted on the host, which is not traced", "precision.experts"))
+    if plan.precision.linear == "mxfp8" and plan.precision.kernels == "emulated":
+        reasons.append(("precision.linear = 'mxfp8'", "emulated products of blocks are not traced", "precision.linear"))
     if plan.precision.linear is not None and plan.precision.all_gather is not None:
         what = f"precision.all_gather = {plan.precision.all_gather!r}"
         reasons.append((what, "weights that are gathered as bytes are not traced", "precision.all_gather"))

@@ -191,7 +191,7 @@ class FsdpSection:
 
 @dataclass(frozen=True)
 class PrecisionSection:
-    """Products in eight bits, by torchao (`pip install "hyper-parallel[fp8]"`; PyTorch).
+    """Products in eight bits, by torchao (`pip install 'torchao>=0.18,<0.19'`; PyTorch).
 
     Weights, gradients and optimizer states stay in the dtypes of `[run]` and `[fsdp]`; only what is multiplied is cast.
 

@@ -36,6 +36,8 @@ from hp_plan.sections import PrecisionSection
 from hp_platform import get_platform
 from hp_styles.torch.extend import EmulatedLinear, grouped_product
 
+TORCHAO = "torchao>=0.18,<0.19"
+"""What the extra `fp8` installs."""
 _FLOAT8 = (8, 9)
 """The capability from which on NVIDIA's devices multiply float8."""
 _GROUPED = (9, 0)
@@ -46,9 +48,14 @@ _MX = (10, 0)
 
 def lacks_products(key: str, form: str, kernels: str) -> tuple[str, str] | None:
     """See `hp_plan.port.Models`."""
-    if importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed", 'pip install "hyper-parallel[fp8]", or leave [precision] out'
     kind = get_platform().devices.kind
+    if kind == "npu":
+        blocks = form == "mxfp8" or key == "experts"
+        tried = "torchao casts to it by kernels for CUDA" if blocks else "torchao was never tried"
+        own = "Ascend 910 (A2, A3) multiplies int8, for inference: torch_npu has no gradients of such products"
+        return f"of NPUs Ascend 950 alone multiplies float8, and {tried} there; {own}", "leave [precision] out"
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed", f"pip install '{TORCHAO}', or leave [precision] out"
     if kind not in ("cpu", "cuda"):
         return f"torchao has no such products on {kind}", "leave [precision] out"
     if kernels == "emulated":
