@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 
 from hp_fsdp import FSDPModule
 from hp_fsdp.extend import kept_gathered
+from hp_fsdp.torch.extend import all_gathered
 from hp_plan.torch.generation.exact.forward import exact, is_exact, refuse_later_modules
 from hp_plan.torch.generation.log_probabilities import log_probabilities, refuse_cut_texts
 from hp_plan.torch.training.objectives import evaluating
@@ -73,8 +74,8 @@ class Generation:
         counts: (rows, new tokens), True for tokens up to the end of their text.
     """
 
-    def __init__(self, model: nn.Module, gathered: list[str], seed: int | None) -> None:
-        self._model, self._seed = model, seed
+    def __init__(self, model: nn.Module, gathered: list[str], seed: int | None, *, whole: bool) -> None:
+        self._model, self._seed, self._whole = model, seed, whole
         self.gathered = gathered
         self.sequences: T | None = None
         self.log_probabilities: T | None = None
@@ -119,6 +120,8 @@ class Generation:
             raise ValueError(_ASSISTED)
         owner: Any = self._model
         shared = any(map(style_of, owner.modules()))
+        if self._whole and not shared:  # forwards exchange nothing
+            options.setdefault("synced_gpus", False)
         recorder = _Recorder(self._seed, samples, shared=shared, exact=is_exact(owner))
         inner, inner_stops = owner._get_logits_processor, owner._get_stopping_criteria
 
@@ -126,9 +129,9 @@ class Generation:
         def with_recorder(generation_config: Any, *args: Any, **options: Any) -> Any:
             processors = inner(generation_config, *args, **options)
             recorder.begin(generation_config)
-            processors.insert(0, recorder.look)
+            processors.insert(0, _Processor(recorder.look))
             if recorder.draws:
-                processors.append(recorder.draw)
+                processors.append(_Processor(recorder.draw))
             return processors
 
         def with_stops(*args: Any, **options: Any) -> Any:
@@ -136,7 +139,8 @@ class Generation:
 
         owner._get_logits_processor, owner._get_stopping_criteria = with_recorder, with_stops
         try:
-            output = original(*([] if prompts is None else [prompts]), *rest, **options)
+            with all_gathered(owner) if self._whole else contextlib.nullcontext():
+                output = original(*([] if prompts is None else [prompts]), *rest, **options)
         finally:
             del owner._get_logits_processor, owner._get_stopping_criteria
         if not batch:
@@ -150,6 +154,16 @@ class Generation:
         each = len(sequences) // len(mask) if mask is not None and batch else 1
         self._mask = None if mask is None else mask[: len(sequences)].repeat_interleave(each, 0)
         return output
+
+
+class _Processor:
+    """A processor of logits. transformers reads the signature of ``__call__`` for each token: Python's own is fast."""
+
+    def __init__(self, process: Callable[[T, T], T]) -> None:
+        self._process = process
+
+    def __call__(self, ids: T, scores: T) -> T:
+        return self._process(ids, scores)
 
 
 def _ends_at_once(ids: T, scores: Any, **options: Any) -> T:
@@ -324,10 +338,10 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
     original, before = owner.generate, vars(owner).get("generate")
     with contextlib.ExitStack() as stack:
         stack.enter_context(evaluating(model))
-        gathered: list[str] = []
+        gathered, whole = list[str](), False
         if isinstance(model, FSDPModule):
-            gathered = stack.enter_context(kept_gathered(model, memory))
-        generation = Generation(model, gathered, seed)
+            gathered, whole = stack.enter_context(kept_gathered(model, memory))
+        generation = Generation(model, gathered, seed, whole=whole)
         owner.generate = functools.partial(generation._generate, original)
         try:
             yield generation
