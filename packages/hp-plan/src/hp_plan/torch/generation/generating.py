@@ -24,7 +24,8 @@ from hp_fsdp.torch.extend import all_gathered
 from hp_plan.torch.generation.exact.forward import exact, is_exact, refuse_later_modules
 from hp_plan.torch.generation.log_probabilities import log_probabilities, refuse_cut_texts
 from hp_plan.torch.training.objectives import evaluating
-from hp_platform import get_platform
+from hp_platform import collectives, get_platform
+from hp_platform.groups import default_group
 from hp_styles.extend import style_of
 
 T = torch.Tensor
@@ -138,11 +139,12 @@ class Generation:
             return recorder.watched(inner_stops(*args, **options))
 
         owner._get_logits_processor, owner._get_stopping_criteria = with_recorder, with_stops
+        owner._has_unfinished_sequences = _texts_are_left
         try:
             with all_gathered(owner) if self._whole else contextlib.nullcontext():
                 output = original(*([] if prompts is None else [prompts]), *rest, **options)
         finally:
-            del owner._get_logits_processor, owner._get_stopping_criteria
+            del owner._get_logits_processor, owner._get_stopping_criteria, owner._has_unfinished_sequences
         if not batch:
             output = output[:0] if isinstance(output, torch.Tensor) else output.sequences[:0]
         sequences: T = output if isinstance(output, torch.Tensor) else output.sequences
@@ -154,6 +156,15 @@ class Generation:
         each = len(sequences) // len(mask) if mask is not None and batch else 1
         self._mask = None if mask is None else mask[: len(sequences)].repeat_interleave(each, 0)
         return output
+
+
+def _texts_are_left(done: bool, in_step: bool, device: torch.device) -> bool:
+    """Tell whether to go on: where ranks go in step, as long as any has texts. A rank that is lost is named."""
+    if not in_step:
+        return not done
+    left = torch.tensor(not done, dtype=torch.int32, device=device)
+    collectives.all_reduce(left, group=default_group())
+    return bool(left)
 
 
 class _Processor:
