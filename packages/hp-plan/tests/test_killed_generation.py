@@ -18,6 +18,7 @@ RANKS, DOOMED, LIMIT = 2, 1, 120.0
     ("axis", "memory"),
     [
         ("tp", None),
+        ("pp", None),
         ("dp_shard", 0),  # gathered for each token
         ("dp_shard", None),  # gathered once: it is missed in the step after
     ],
