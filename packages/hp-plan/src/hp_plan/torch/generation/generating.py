@@ -337,10 +337,10 @@ def uniform(seed: int, *numbers: int) -> float:
 def generating(model: nn.Module, *, seed: int | None = None, memory: int | None = None) -> Iterator[Generation]:
     """Generate with a model under a plan: inside, `model.generate` is transformers' own, and fast and repeatable.
 
-    The model is in evaluation mode. Groups of `fully_shard` gather their parameters in the first forward and keep them,
-    instead of gathering them for each token; at the end all are shards again. Ranks whose texts end early wait for the
-    others as under torch's `fully_shard`: transformers keeps them in step. Under `pp` every rank generates the same
-    texts: the stages take turns at each token, and the last one's logits go to all.
+    The model is in evaluation mode. Groups of `fully_shard` gather their parameters as `model.generate` begins, and
+    keep them instead of gathering them for each token; at the end all are shards again. Ranks whose texts end early
+    wait for the others where forwards exchange anything: under styles, and where groups do not stay gathered. Under
+    `pp` every rank generates the same texts: the stages take turns at each token, and the last one's logits go to all.
 
     Example:
         >>> with generating(model, seed=0) as generation:
