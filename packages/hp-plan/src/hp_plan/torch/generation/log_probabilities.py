@@ -128,7 +128,7 @@ def _giving_terms(model: Any, temperature: float, chunk: int | None) -> Iterator
         with _chunked(model, input_ids, temperature, chunk or _CHUNK) as head:
             output = inner(*args, input_ids=input_ids, **options)
         head.check(model, output)
-        return dict(zip(TokenProbabilities._fields, head.results, strict=True))
+        return dict(zip(TokenProbabilities._fields, head.taken(), strict=True))
 
     own = model.get_output_embeddings()
     model.forward = forward
@@ -222,6 +222,11 @@ class _ChunkedHead(nn.Module):
         else:
             self.results = [torch.cat(values).view(batch, length - 1) for values in zip(*parts)]
         return last
+
+    def taken(self) -> list[T]:
+        """Return the results and forget them: their graph has this module, which computes chunks again."""
+        results, self.results, self._last = self.results, [], None
+        return results
 
     def check(self, model: nn.Module, output: Any) -> None:
         """Refuse a model that did to its logits what was not done to the chunks."""
