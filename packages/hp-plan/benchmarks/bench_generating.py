@@ -5,7 +5,8 @@
 
 Each rank writes 32 tokens after each of 4 prompts of 16, greedily. "whole" is the model on every rank without a plan;
 on as many cores as ranks its time is what one device takes. Printed are medians over rounds of the CPU seconds of rank
-0 (by the clock on a device), and the median of their ratios to "whole" in the same round. Log-probabilities of the
+0 (by the clock on a device), the median of their ratios to "whole" in the same round, and medians of the seconds by the
+clock; under "pp" the stages take turns, so there rank 0 waits for the others. Log-probabilities of the
 texts follow, with their gradients, beside those of whole logits, and the largest tensors of logits.
 
 `bits` counts tokens whose log-probability in generation has other bits than in another computation of the same tokens,
@@ -62,21 +63,24 @@ def measure(runs: dict[str, Callable[[], object]], rounds: int, device: torch.de
     groups, collectives, devices = get_platform().groups, get_platform().collectives, get_platform().devices
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    waited: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name in [*runs][number % len(runs) :] + [*runs][: number % len(runs)]:
             collectives.barrier()
-            begun = clock()
+            begun, began = clock(), time.perf_counter()
             runs[name]()
             devices.synchronize()
             if number:
                 seconds[name].append(clock() - begun)
+                waited[name].append(time.perf_counter() - began)
     if groups.rank() == 0:
         print(f"\n{title}")
         first = seconds[next(iter(runs))]
         for name, found in seconds.items():
             ratio = statistics.median(mine / other for mine, other in zip(found, first, strict=True))
             note_figure(title, name, ratio)
-            print(f"{name:<40}{statistics.median(found):>8.3f} s{ratio:>8.2f}")
+            by_clock = statistics.median(waited[name])
+            print(f"{name:<40}{statistics.median(found):>8.3f} s{ratio:>8.2f}{by_clock:>10.3f} s by the clock")
 
 
 def bits() -> None:
@@ -184,9 +188,8 @@ def times(rounds: int, device: torch.device) -> None:
     ids = torch.randint(SIZES["vocab_size"], (4, 16), generator=torch.Generator().manual_seed(0)).to(device)
     mask = torch.ones_like(ids)
     whole = build_model(plan_of(), device=device).eval()
-    fsdp, tp = (
-        apply(build_model(plan, device=device), plan).eval() for plan in (plan_of(dp_shard=ranks), plan_of(tp=ranks))
-    )
+    plans = (plan_of(dp_shard=ranks), plan_of(tp=ranks), plan_of(pp=ranks))
+    fsdp, tp, pp = (apply(build_model(plan, device=device), plan).eval() for plan in plans)
 
     def generation(model: torch.nn.Module, context: Callable = generating) -> Callable[[], object]:
         def run() -> object:
@@ -202,6 +205,7 @@ def times(rounds: int, device: torch.device) -> None:
         "fully_shard, gathered for each token": generation(fsdp, plain),
         "tp, generating": generation(tp),
         "tp, generate alone": generation(tp, plain),
+        "pp, generating": generation(pp),
     }
     measure(runs, rounds, device, f"Generation, {ranks} ranks, {device}: 4 x 32 tokens")
     texts = torch.cat([ids] * 4, 1)

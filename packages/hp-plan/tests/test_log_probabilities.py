@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -146,6 +148,23 @@ def test_bad_arguments_are_refused():
         log_probabilities(model, ids.double())
     with pytest.raises(NotImplementedError, match="Linear has no head"):
         log_probabilities(torch.nn.Linear(2, 2), ids)
+
+
+@on_ranks(1)
+def test_what_no_backward_was_for_is_let_go():
+    model = build_model(plan_of(), device=device_type())
+
+    def live() -> int:
+        gc.collect()
+        return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+    counts = []
+    for _ in range(3):
+        log_probabilities(model, texts()).log_probabilities.sum().backward()  # of the entropy there is none
+        log_probabilities(model, texts())
+        model.zero_grad()
+        counts.append(live())
+    assert counts[1] == counts[2]
 
 
 @on_ranks(2)

@@ -110,7 +110,7 @@ def apply(model: Model, plan: ParallelPlan, mesh: DeviceMesh | None = None) -> M
     if "cp" in axes:
         _border(plan, mesh).attach(port.base(model), plain)
     if "tp" in axes:
-        port.compare_samples(model, SharedSamples("tp", mesh["tp"]).compare)
+        port.compare_samples(model, SharedSamples("tp", mesh["tp"].get_group()).compare)
     port.adapt_library_methods(model, tensor_parallel="tp" in axes)
     if activations is not None:
         hp_offload.fit_memory(model, activations, bandwidth=plan.memory.bandwidth, placed=placed)
@@ -159,19 +159,19 @@ def _in_stages(
     _describe(pipelined, model, outline)
     if border is not None:
         border.attach_stages(pipelined)
-    for axis in ("pp", "tp"):
-        if axis in plan.mesh.axes:
-            _compare_batches(pipelined, SharedSamples(axis, mesh[axis], some=axis == "pp"))
+    _compare_batches(pipelined, {axis: mesh[axis].get_group() for axis in ("pp", "tp") if axis in plan.mesh.axes})
     return pipelined
 
 
-def _compare_batches(pipelined: Any, shared: SharedSamples) -> None:
-    """Compare the batches of runs between the ranks that share samples."""
-    run = pipelined.run
+def _compare_batches(pipelined: Any, groups: Mapping[str, Any]) -> None:
+    """Compare the batches of runs between the ranks that share samples, by axis; generation finds them, too."""
+    pipelined.sample_groups = groups
+    run, all_shared = pipelined.run, [SharedSamples(axis, group, some=axis == "pp") for axis, group in groups.items()]
 
     @functools.wraps(run)
     def run_same(*args: Any, **kwargs: Any) -> Any:
-        shared.compare(True, args, kwargs)
+        for shared in all_shared:
+            shared.compare(True, args, kwargs)
         return run(*args, **kwargs)
 
     pipelined.run = run_same

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from hp_pipeline.torch.outline import count_operations
-from hp_pipeline.torch.stages import is_stand_in
+from hp_pipeline.torch.stages import caching, is_stand_in
 
-__all__ = ["count_operations", "is_stand_in"]
+__all__ = ["caching", "count_operations", "is_stand_in"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,6 +227,9 @@ class _Forward:
 
     Beside hidden states it returns the names of its keyword inputs if there are any, such as an attention mask: that a
     later stage does not have it would not show otherwise.
+
+    Attributes:
+        cache: of keys and values, which the stage's blocks add theirs to; see `caching`.
     """
 
     def __init__(self, root: nn.Module, relay: Relay, cut: Cut, first: bool, last: bool) -> None:
@@ -233,6 +237,7 @@ class _Forward:
         self.first, self.last = first, last
         self.first_only, self.needs_ids, self.loss = cut.first_only, cut.needs_ids, cut.loss
         self.own = list(inspect.signature(type(root).forward).parameters)[1:]
+        self.cache: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kind, whole = type(self.root).__name__, self.first and self.last
@@ -244,7 +249,9 @@ class _Forward:
         names = shared_names(kwargs, self.first_only)
         if not self.first:
             kwargs = {name: value for name, value in kwargs.items() if name not in self.first_only}
-        if "use_cache" in self.own and not whole:
+        if self.cache is not None:
+            kwargs = {**kwargs, "past_key_values": self.cache, "use_cache": True}
+        elif "use_cache" in self.own and not whole:
             kwargs["use_cache"] = False
         if not self.last:
             kwargs = {name: value for name, value in kwargs.items() if name not in LOSS_INPUTS}
@@ -310,6 +317,28 @@ class _Forward:
                         f" {'num_items_in_batch, or ' if self.loss == 'custom' else ''}equal numbers of labels."
                     )
         return kwargs
+
+
+@contextlib.contextmanager
+def caching(stage: nn.Module, cache: Any) -> Iterator[None]:
+    """Inside, the blocks of a stage of `split_model` add their keys and values to a cache in each forward.
+
+    Args:
+        stage: the module of the stage.
+        cache: of transformers, with layers of all blocks of the model: models read the length of the texts before from
+            the first layer, also where its block is in another stage. None is no cache.
+
+    Raises:
+        TypeError: a module that is no stage of `split_model`.
+    """
+    forward = vars(stage).get("forward")
+    if not isinstance(forward, _Forward):
+        raise TypeError(f"{type(stage).__name__} is no stage of split_model: its blocks take no cache")
+    before, forward.cache = forward.cache, cache
+    try:
+        yield
+    finally:
+        forward.cache = before
 
 
 def shared_names(kwargs: Mapping[str, Any], first_only: Sequence[str]) -> str:

@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hp_dtensor import DeviceMesh
 from hp_plan.plan import ParallelPlan, data_parallel_place
 from hp_plan.port import models
 from hp_plan.reading.diagnostics import Diagnostic, PlanError
@@ -113,14 +112,14 @@ class SharedSamples:
 
     Args:
         axis: of the mesh, for the error.
-        mesh: of the ranks that share samples, of one axis.
+        group: the ranks that share samples.
         some: a rank may be passed some of the inputs alone, as the stages of a pipeline; those that two have are
             compared.
     """
 
-    def __init__(self, axis: str, mesh: DeviceMesh, *, some: bool = False) -> None:
+    def __init__(self, axis: str, group: Any, *, some: bool = False) -> None:
         self._axis, self._some = axis, some
-        self._ranks, self._group = mesh.ranks.reshape(-1).tolist(), mesh.get_group()
+        self._ranks, self._group = get_platform().groups.ranks(group), group
         self._compared: set[bool] = set()
 
     def compare(self, training: bool, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:

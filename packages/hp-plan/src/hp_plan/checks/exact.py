@@ -16,7 +16,7 @@ _LEAVE = "leave run.generation out"
 _AXES = {
     "tp": "whose ranks add up parts of a product, in another order than one process",
     "cp": "whose ranks add up parts of attention, in another order than one process",
-    "pp": "whose stages do not generate",
+    "pp": "whose stages are not known to give a token the same bits in training and in generation",
     "ep": "whose ranks compute a token beside those that others send",
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,14 @@ from torch import nn
 
 from hp_fsdp import FSDPModule
 from hp_fsdp.extend import kept_gathered
+from hp_fsdp.torch.extend import all_gathered
+from hp_pipeline import PipelinedModel
 from hp_plan.torch.generation.exact.forward import exact, is_exact, refuse_later_modules
 from hp_plan.torch.generation.log_probabilities import log_probabilities, refuse_cut_texts
+from hp_plan.torch.generation.stages import Forwards, forwards_of, stand_in
 from hp_plan.torch.training.objectives import evaluating
-from hp_platform import get_platform
+from hp_platform import collectives, get_platform
+from hp_platform.groups import default_group
 from hp_styles.extend import style_of
 
 T = torch.Tensor
@@ -73,8 +77,11 @@ class Generation:
         counts: (rows, new tokens), True for tokens up to the end of their text.
     """
 
-    def __init__(self, model: nn.Module, gathered: list[str], seed: int | None) -> None:
-        self._model, self._seed = model, seed
+    def __init__(
+        self, model: nn.Module, gathered: list[str], seed: int | None, forwards: Forwards | None, *, whole: bool
+    ) -> None:
+        self._model, self._seed, self._forwards, self._whole = model, seed, forwards, whole
+        self._owner: Any = model if forwards is None else stand_in(forwards)
         self.gathered = gathered
         self.sequences: T | None = None
         self.log_probabilities: T | None = None
@@ -117,28 +124,42 @@ class Generation:
             options |= {"attention_mask": torch.ones_like(prompts), "stopping_criteria": [_ends_at_once]}
         if options.get("assistant_model") is not None:
             raise ValueError(_ASSISTED)
-        owner: Any = self._model
-        shared = any(map(style_of, owner.modules()))
-        recorder = _Recorder(self._seed, samples, shared=shared, exact=is_exact(owner))
+        owner, shared = self._owner, self._forwards is not None or any(map(style_of, self._model.modules()))
+        if self._forwards is not None:
+            own = {"seed": None if self._seed is None else self._seed & (_64 >> 1), "inputs": prompts, **options}
+            self._forwards.compare(own if samples is None else {"samples": torch.tensor(list(samples)), **own})
+            options.setdefault("synced_gpus", self._forwards.in_step)
+        elif self._whole and not shared:  # forwards exchange nothing
+            options.setdefault("synced_gpus", False)
+        recorder = _Recorder(self._seed, samples, shared=shared, exact=is_exact(self._model))
         inner, inner_stops = owner._get_logits_processor, owner._get_stopping_criteria
 
         @functools.wraps(inner)
         def with_recorder(generation_config: Any, *args: Any, **options: Any) -> Any:
             processors = inner(generation_config, *args, **options)
             recorder.begin(generation_config)
-            processors.insert(0, recorder.look)
+            processors.insert(0, _Processor(recorder.look))
             if recorder.draws:
-                processors.append(recorder.draw)
+                processors.append(_Processor(recorder.draw))
             return processors
 
         def with_stops(*args: Any, **options: Any) -> Any:
-            return recorder.watched(inner_stops(*args, **options))
+            criteria = inner_stops(*args, **options)
+            if shared and any(type(each).__name__ == "MaxTimeCriteria" for each in criteria):
+                raise ValueError("generate: ranks that share a model would stop at different times; leave max_time out")
+            return recorder.watched(criteria)
 
         owner._get_logits_processor, owner._get_stopping_criteria = with_recorder, with_stops
+        owner._has_unfinished_sequences = _texts_are_left
         try:
-            output = original(*([] if prompts is None else [prompts]), *rest, **options)
+            # What is drawn by number leaves torch's generators as they are.
+            with (
+                all_gathered(owner) if self._whole else contextlib.nullcontext(),
+                torch.random.fork_rng(enabled=self._seed is not None, **_generators(owner)),
+            ):
+                output = original(*([] if prompts is None else [prompts]), *rest, **options)
         finally:
-            del owner._get_logits_processor, owner._get_stopping_criteria
+            del owner._get_logits_processor, owner._get_stopping_criteria, owner._has_unfinished_sequences
         if not batch:
             output = output[:0] if isinstance(output, torch.Tensor) else output.sequences[:0]
         sequences: T = output if isinstance(output, torch.Tensor) else output.sequences
@@ -150,6 +171,31 @@ class Generation:
         each = len(sequences) // len(mask) if mask is not None and batch else 1
         self._mask = None if mask is None else mask[: len(sequences)].repeat_interleave(each, 0)
         return output
+
+
+def _texts_are_left(done: bool, in_step: bool, device: torch.device) -> bool:
+    """Tell whether to go on: where ranks go in step, as long as any has texts. A rank that is lost is named."""
+    if not in_step:
+        return not done
+    left = torch.tensor(not done, dtype=torch.int32, device=device)
+    collectives.all_reduce(left, group=default_group())
+    return bool(left)
+
+
+def _generators(model: nn.Module) -> dict[str, Any]:
+    """Return what of torch's generators a model's device has, as arguments of `fork_rng`."""
+    device = next(model.parameters()).device
+    return {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
+
+
+class _Processor:
+    """A processor of logits. transformers reads the signature of ``__call__`` for each token: Python's own is fast."""
+
+    def __init__(self, process: Callable[[T, T], T]) -> None:
+        self._process = process
+
+    def __call__(self, ids: T, scores: T) -> T:
+        return self._process(ids, scores)
 
 
 def _ends_at_once(ids: T, scores: Any, **options: Any) -> T:
@@ -200,15 +246,9 @@ class _Recorder:
 
     def watched(self, criteria: Any) -> Any:
         """Return the criteria that stop texts, which note what they say."""
-        stopped = self._stopped
-
-        class Watched(type(criteria)):
-            def __call__(self, *args: Any, **options: Any) -> T:
-                done = super().__call__(*args, **options)
-                stopped.append(done)
-                return done
-
-        return Watched(criteria)
+        watched = _watching(type(criteria))(criteria)
+        watched.stopped = self._stopped
+        return watched
 
     def inferred_mask(self, prompts: T) -> T | None:
         """Return the mask that transformers makes of prompts that come without one."""
@@ -263,6 +303,21 @@ class _Recorder:
         return torch.where(over, 0.0, found), ~over
 
 
+@functools.cache
+def _watching(kind: Any) -> Any:
+    """Return a class of lists of criteria that keeps what they say; one for all, since classes are cycles."""
+
+    class Watching(kind):
+        stopped: list[T]
+
+        def __call__(self, *args: Any, **options: Any) -> T:
+            done = super().__call__(*args, **options)
+            self.stopped.append(done)
+            return done
+
+    return Watching
+
+
 def uniform(seed: int, *numbers: int) -> float:
     """Return a number in [0, 1) that looks drawn, a function of the arguments alone.
 
@@ -282,9 +337,10 @@ def uniform(seed: int, *numbers: int) -> float:
 def generating(model: nn.Module, *, seed: int | None = None, memory: int | None = None) -> Iterator[Generation]:
     """Generate with a model under a plan: inside, `model.generate` is transformers' own, and fast and repeatable.
 
-    The model is in evaluation mode. Groups of `fully_shard` gather their parameters in the first forward and keep them,
-    instead of gathering them for each token; at the end all are shards again. Ranks whose texts end early wait for the
-    others as under torch's `fully_shard`: transformers keeps them in step.
+    The model is in evaluation mode. Groups of `fully_shard` gather their parameters as `model.generate` begins, and
+    keep them instead of gathering them for each token; at the end all are shards again. Ranks whose texts end early
+    wait for the others where forwards exchange anything: under styles, and where groups do not stay gathered. Under
+    `pp` every rank generates the same texts: the stages take turns at each token, and the last one's logits go to all.
 
     Example:
         >>> with generating(model, seed=0) as generation:
@@ -292,10 +348,12 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
         ...     print(generation.report())
 
     Args:
-        model: a causal language model of transformers, plain or under a plan. Every rank of the plan calls it.
+        model: a causal language model of transformers, plain or under a plan. Every rank of the plan calls it; ranks
+            of one pipeline pass the same prompts and options to `generate`.
         seed: of draws. With it `model.generate(..., do_sample=True)` draws each token by (seed, number of the prompt,
             place), so tokens do not depend on the layout; on several ranks it needs `samples=`, the number of each
-            prompt of this rank among those of all. Default: torch's generator draws.
+            prompt of this rank among those of all, and torch's generators are left as they were. Default: torch's
+            generator draws.
         memory: bytes of gathered parameters that may stay on a device; groups that do not fit are gathered for each
             token. Default: all stay.
 
@@ -303,14 +361,18 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
         A `Generation`.
 
     Raises:
-        NotImplementedError: a model in stages, with `cp`, or without `generate`; an exact one in float64 or float16,
-            or that modules have joined.
+        NotImplementedError: a model with `cp`, stages that are not of `hp_pipeline.split_model`, no `generate`; an
+            exact model in float64 or float16, or that modules have joined. Under `pp` `generate` raises it for caches
+            other than `DynamicCache` and for states of blocks (`output_hidden_states`, `output_attentions`).
         ValueError: a negative number of bytes. `generate` raises it for what is drawn or recorded wrongly: no `seed`
-            where ranks share a model, no `samples` on several ranks, beams with a seed, candidates of an assistant.
+            where ranks share a model, no `samples` on several ranks, beams with a seed, candidates of an assistant,
+            `max_time` where ranks share a model, different prompts or options on the ranks of a pipeline.
     """
     refuse_cut_texts(model, "generating")
-    if not callable(getattr(model, "generate", None)) or not hasattr(model, "_get_logits_processor"):
-        raise NotImplementedError(f"generating: {type(model).__name__} has no generate of transformers")
+    forwards = forwards_of(model, "generating") if isinstance(model, PipelinedModel) else None
+    owner: Any = model if forwards is None else forwards.last
+    if not callable(getattr(owner, "generate", None)) or not hasattr(owner, "_get_logits_processor"):
+        raise NotImplementedError(f"generating: {type(owner).__name__} has no generate of transformers")
     if is_exact(model):
         refuse_later_modules(model)
         if any(each.dtype not in (torch.float32, torch.bfloat16) for each in model.parameters()):
@@ -320,19 +382,20 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
             )
     if memory is not None and memory < 0:
         raise ValueError(f"generating: memory must be a number of bytes, got {memory}")
-    owner: Any = model
-    original, before = owner.generate, vars(owner).get("generate")
     with contextlib.ExitStack() as stack:
         stack.enter_context(evaluating(model))
-        gathered: list[str] = []
-        if isinstance(model, FSDPModule):
-            gathered = stack.enter_context(kept_gathered(model, memory))
-        generation = Generation(model, gathered, seed)
-        owner.generate = functools.partial(generation._generate, original)
+        roots = [model] if forwards is None else list(forwards.model.stages.values())
+        sharded = [each for each in roots if isinstance(each, FSDPModule)]
+        gathered, whole = stack.enter_context(kept_gathered(sharded, memory))
+        whole = whole and forwards is None and bool(sharded)
+        generation = Generation(model, gathered, seed, forwards, whole=whole)
+        caller: Any = model
+        before = vars(caller).get("generate")
+        caller.generate = functools.partial(generation._generate, generation._owner.generate)
         try:
             yield generation
         finally:
             if before is None:
-                del owner.generate
+                del caller.generate
             else:
-                owner.generate = before
+                caller.generate = before

@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor import DTensor, Replicate, implicit_replication
 from hp_fsdp import FSDPModule
+from hp_fsdp.extend import kept_gathered
 from hp_pipeline import PipelinedModel
 from hp_plan.torch.generation.exact.forward import exact, is_exact
+from hp_plan.torch.generation.stages import forwards_of
 from hp_plan.torch.training.objectives import upcast
 from hp_styles.torch.extend import as_computed
 
@@ -59,8 +61,10 @@ def log_probabilities(
     vocabulary, and ranks exchange some numbers a token (Shoeybi et al., arXiv:1909.08053, section 3).
 
     Args:
-        model: a causal language model of transformers, plain or under a plan. Every rank of the plan calls it.
+        model: a causal language model of transformers, plain or under a plan. Every rank of the plan calls it. Under
+            `pp` it runs forwards alone, so call it under `torch.no_grad()`; train with `model.run`.
         ids: (batch, length) of token ids, on this rank; the batch may be empty, and the rank takes part all the same.
+            The ranks of a pipeline pass the same, and get the same.
         temperature: what logits are divided by, as sampling does; more than 0.
         chunk: tokens whose logits are in memory at once. Default: 1,024, which are 512 MiB in float32 for a vocabulary
             of 128 Ki.
@@ -69,14 +73,28 @@ def log_probabilities(
 
     Returns:
         `log_probabilities` and `entropy`, (batch, length - 1), in float32; in float64 for a model in float64. Both
-        carry gradients.
+        carry gradients, unless under `torch.no_grad()`.
 
     Raises:
-        ValueError: numbers out of their range, shapes that do not fit.
-        NotImplementedError: a model in stages or with `cp`, without a head or with one that is a group of
-            `fully_shard` of its own, or that does to its logits what is not known here.
+        ValueError: numbers out of their range, shapes that do not fit, ranks of a pipeline with different texts.
+        NotImplementedError: a model with `cp`, one with `pp` where gradients are recorded, one without a head or with
+            one that is a group of `fully_shard` of its own, or that does to its logits what is not known here.
     """
-    _check(model, ids, temperature, chunk, attention_mask)
+    refuse_cut_texts(model, "log_probabilities")
+    forwards = forwards_of(model, "log_probabilities") if isinstance(model, PipelinedModel) else None
+    _check(model if forwards is None else forwards.last, ids, temperature, chunk, attention_mask)
+    if forwards is None and isinstance(model.get_output_embeddings(), FSDPModule):  # type: ignore[operator]
+        raise NotImplementedError(
+            "log_probabilities: the head is a group of fully_shard of its own, which each chunk would gather, as often"
+            " as a rank has chunks; leave it out of fsdp.groups, so that it is in the outermost group"
+        )
+    if forwards is not None:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "log_probabilities: a model under pp computes them without gradients alone; call it under"
+                " torch.no_grad(), and train with model.run(...)"
+            )
+        forwards.compare({"ids": ids, "attention_mask": attention_mask, "temperature": temperature})
     batch = len(ids)
     if not batch:  # models of transformers take no batch of none: a row that counts nowhere stands in
         ids = ids.new_zeros((1, ids.shape[1]))
@@ -85,43 +103,50 @@ def log_probabilities(
     if attention_mask is not None:
         options["attention_mask"] = attention_mask
         options["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
-    owner: Any = model
-    outer = vars(owner).get("forward")
-    inner: Callable[..., Any] = owner.forward
-
-    # In place of forward, so that what gathers and frees parameters sees these results as the model's.
-    def forward(input_ids: T, **options: Any) -> dict[str, T]:
-        with _chunked(owner, input_ids, temperature, chunk or _CHUNK) as head:
-            output = inner(input_ids=input_ids, **options)
-        head.check(owner, output)
-        return dict(zip(TokenProbabilities._fields, head.results, strict=True))
-
-    owner.forward = forward
-    try:
-        found = model(ids, **options)
-    finally:
-        if outer is None:
-            del owner.forward
-        else:
-            owner.forward = outer
-    values = [found[name][:batch] for name in TokenProbabilities._fields]
+    if forwards is None:
+        with _giving_terms(model, temperature, chunk):
+            found = model(input_ids=ids, **options)
+        values = [found[name][:batch] for name in TokenProbabilities._fields]
+    else:
+        with _giving_terms(forwards.last, temperature, chunk) if forwards.is_last else contextlib.nullcontext():
+            found = forwards.run(input_ids=ids, **options) or {}
+        values = [forwards.from_last(found.get(name))[:batch] for name in TokenProbabilities._fields]
     if attention_mask is not None:
         counts = (attention_mask[:batch, 1:] * attention_mask[:batch, :-1]).bool()
         values = [torch.where(counts, value, 0.0) for value in values]
     return TokenProbabilities(*values)
 
 
+@contextlib.contextmanager
+def _giving_terms(model: Any, temperature: float, chunk: int | None) -> Iterator[None]:
+    """Inside, a model, or the last stage of one, returns the fields of `TokenProbabilities` by name."""
+    outer = vars(model).get("forward")
+    inner: Callable[..., Any] = model.forward
+
+    # In place of forward, so that what gathers and frees parameters sees these results as the model's.
+    def forward(*args: Any, input_ids: T, **options: Any) -> dict[str, T]:
+        with _chunked(model, input_ids, temperature, chunk or _CHUNK) as head:
+            output = inner(*args, input_ids=input_ids, **options)
+        head.check(model, output)
+        return dict(zip(TokenProbabilities._fields, head.taken(), strict=True))
+
+    own = model.get_output_embeddings()
+    model.forward = forward
+    try:
+        with kept_gathered([own]) if isinstance(own, FSDPModule) else contextlib.nullcontext():
+            yield
+    finally:
+        if outer is None:
+            del model.forward
+        else:
+            model.forward = outer
+
+
 def _check(model: Any, ids: Any, temperature: float, chunk: int | None, attention_mask: Any) -> None:
-    refuse_cut_texts(model, "log_probabilities")
     if not callable(getattr(model, "get_output_embeddings", None)) or model.get_output_embeddings() is None:
         raise NotImplementedError(
             f"log_probabilities: {type(model).__name__} has no head that get_output_embeddings() returns; take a causal"
             " language model of transformers"
-        )
-    if isinstance(model.get_output_embeddings(), FSDPModule):
-        raise NotImplementedError(
-            "log_probabilities: the head is a group of fully_shard of its own, which each chunk would gather, as often"
-            " as a rank has chunks; leave it out of fsdp.groups, so that it is in the outermost group"
         )
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"log_probabilities: ids must be integers of shape (batch, length), got {_told(ids)}")
@@ -137,13 +162,10 @@ def _check(model: Any, ids: Any, temperature: float, chunk: int | None, attentio
         )
 
 
-def refuse_cut_texts(model: Any, caller: str) -> None:
-    """Refuse a model in stages, and one whose ranks have parts of a text."""
-    axis = "pp" if isinstance(model, PipelinedModel) else None
-    if axis is None and any(getattr(module, "_context_parallel", False) for module in model.modules()):
-        axis = "cp"
-    if axis is not None:
-        raise NotImplementedError(f"{caller}: a model under {axis} is not supported; apply the plan without {axis}")
+def refuse_cut_texts(model: nn.Module, caller: str) -> None:
+    """Refuse a model whose ranks have parts of a text."""
+    if any(getattr(module, "_context_parallel", False) for module in model.modules()):
+        raise NotImplementedError(f"{caller}: a model under cp is not supported; apply the plan without cp")
 
 
 def _told(value: Any) -> str:
@@ -200,6 +222,11 @@ class _ChunkedHead(nn.Module):
         else:
             self.results = [torch.cat(values).view(batch, length - 1) for values in zip(*parts)]
         return last
+
+    def taken(self) -> list[T]:
+        """Return the results and forget them: their graph has this module, which computes chunks again."""
+        results, self.results, self._last = self.results, [], None
+        return results
 
     def check(self, model: nn.Module, output: Any) -> None:
         """Refuse a model that did to its logits what was not done to the chunks."""
