@@ -1039,9 +1039,12 @@ ELSEWHERE = {
     ),
     "test_dry_run.py::test_what_can_not_be_played_is_refused": ("api:spread_over",),
     "test_precision.py::test_what_does_not_go_together_is_refused": (
-        *("precision:check_precision", "precision:_check_gather", "precision:check_layers"),
+        *("precision:check_precision", "precision:_check_tokens", "precision:_check_gather", "precision:check_layers"),
     ),
-    "test_precision.py::test_shapes_that_cannot_be_multiplied_are_named": ("precision:_odd",),
+    "test_precision.py::test_shapes_that_cannot_be_multiplied_are_named": ("precision:_odd", "precision:_refused"),
+    "test_precision_of_experts.py::test_what_does_not_go_together_is_refused": (
+        *("precision:_check_dispatch", "precision:check_styled_layers"),
+    ),
     "test_weights.py::test_a_plan_for_another_framework": ("checks:check_platform",),
     "test_weights.py::test_weights_of_another_model": (
         *("model_source:_weights_diagnostic", "model_source:load_weights"),

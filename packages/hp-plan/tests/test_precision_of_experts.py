@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import hp_plan.torch.models
 from hp_dtensor import DTensor
 from hp_plan import ParallelPlan, apply, build_model, lint, verify
 from hp_plan.checks.precision import precision_notes
@@ -91,6 +92,13 @@ REFUSED: list[tuple[dict[str, int], dict[str, Any], str]] = [
 def test_what_does_not_go_together_is_refused(mesh: dict[str, int], sections: dict[str, Any], text: str):
     found = "\n".join(str(each) for each in lint(plan_of(mesh, "mxfp8", **sections)))
     assert text in found, found
+
+
+def test_kernels_in_float16_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hp_plan.torch.models, "lacks_products", lambda *_: None)
+    plan = plan_of({}, "mxfp8", precision={"kernels": "auto"}, fsdp={"param_dtype": "float16"})
+    (found,) = (each for each in lint(plan) if each.key == "precision.experts")
+    assert "whose grouped kernels take float32 and bfloat16, with float16; write 'bfloat16'" in str(found)
 
 
 def test_shapes_and_models_without_experts_are_named():
