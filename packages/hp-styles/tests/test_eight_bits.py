@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import pytest
@@ -106,6 +107,45 @@ def test_a_linear_layer_of_blocks_is_torchaos():
     assert close(layer(x), reference(x), 1e-6)
     for one, other in zip(layer.parameters(), reference.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None and close(one.grad, other.grad, 1e-6)
+
+
+def test_torchaos_function_gets_groups_that_kernels_take(monkeypatch: pytest.MonkeyPatch):
+    """It emulates its kernels here, which assert shapes and layouts alike."""
+    from torchao.prototype.moe_training import mxfp8_grouped_mm
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    name = "_to_mxfp8_then_scaled_grouped_mm"
+    emulates: Any = functools.partial(getattr(mxfp8_grouped_mm, name), kernel_preference=KernelPreference.EMULATED)
+    monkeypatch.setattr(mxfp8_grouped_mm, name, emulates)
+    rows, weight, gradient = operands()
+    out = grouped_product(rows, weight, SIZES, False, form="mxfp8", emulated=False)
+    out.backward(gradient)
+    assert rows.grad is not None and weight.grad is not None
+    for got, expected in zip((out.detach(), rows.grad, weight.grad), run("mxfp8"), strict=True):
+        assert got.dtype is torch.float32 and close(got, expected, 2**-7)
+
+
+def test_torchaos_function_of_rows_gets_groups_that_kernels_take(monkeypatch: pytest.MonkeyPatch):
+    """Its kernels are for GPUs: what they are called with is what they ask for."""
+    from torchao.prototype.moe_training import fp8_grouped_mm
+    from torchao.prototype.moe_training.utils import _is_column_major
+
+    name = "_to_fp8_rowwise_then_scaled_grouped_mm"
+    signature = inspect.signature(getattr(fp8_grouped_mm, name))
+
+    def multiply(*args: Any, **named: Any) -> torch.Tensor:
+        left, right, ends = (given := signature.bind(*args, **named).arguments)["A"], given["B_t"], given["offs"]
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        assert given["pad_token_groups_for_grouped_mm"] is False and ends.dtype is torch.int32
+        assert all(size and size % 16 == 0 for size in sizes) and _is_column_major(right) and left.is_contiguous()
+        out = grouped_product(left, right.transpose(1, 2), sizes, False, form="float8-rowwise", emulated=True)
+        return out.bfloat16()
+
+    monkeypatch.setattr(fp8_grouped_mm, name, multiply)
+    rows, weight, _ = operands()
+    turned = weight.detach().transpose(1, 2).contiguous()
+    out = grouped_product(rows, turned, SIZES, True, form="float8-rowwise", emulated=False)
+    assert out.dtype is torch.float32 and close(out.detach(), run("float8-rowwise")[0], 2**-8)
 
 
 @pytest.mark.parametrize("form", FORMATS)

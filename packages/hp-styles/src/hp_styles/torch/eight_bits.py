@@ -24,7 +24,11 @@ from torch import nn
 Form = Literal["float8-rowwise", "mxfp8"]
 T = torch.Tensor
 BLOCK = 32
-_ROWS: dict[Form, int] = {"float8-rowwise": 16, "mxfp8": BLOCK}
+_KERNELS: dict[Form, tuple[int, str, str]] = {
+    "float8-rowwise": (16, "fp8_grouped_mm", "_to_fp8_rowwise_then_scaled_grouped_mm"),
+    "mxfp8": (BLOCK, "mxfp8_grouped_mm", "_to_mxfp8_then_scaled_grouped_mm"),
+}
+"""Form -> what rows of a group are a multiple of, and torchao's module and function."""
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -40,7 +44,7 @@ def emulated_linear(x: T, weight: T) -> T:
     """Multiply ``[..., in]`` by a weight ``[out, in]`` in ``mxfp8``."""
     rows = x.reshape(-1, x.shape[-1])
     y = _Emulated.apply(rows, weight.unsqueeze(0), (len(rows),), False, "mxfp8")
-    return y.unflatten(0, x.shape[:-1])
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def grouped_product(rows: T, weight: T, sizes: Sequence[int], transposed: bool, *, form: Form, emulated: bool) -> T:
@@ -59,9 +63,7 @@ def grouped_product(rows: T, weight: T, sizes: Sequence[int], transposed: bool, 
     """
     if emulated:
         return _Emulated.apply(rows, weight, tuple(sizes), transposed, form)
-    multiple, owner = _ROWS[form], f"{'fp8' if form == 'float8-rowwise' else 'mxfp8'}"
-    owner = f"torchao.prototype.moe_training.{owner}_grouped_mm"
-    name = "_to_fp8_rowwise_then_scaled_grouped_mm" if form == "float8-rowwise" else "_to_mxfp8_then_scaled_grouped_mm"
+    multiple, owner, name = _KERNELS[form]
     padded = [max(1, -(-size // multiple)) * multiple for size in sizes]
     shifts = [end - own for end, own in zip(_starts(padded), _starts(sizes), strict=True)]
     moved = torch.tensor(shifts).repeat_interleave(torch.tensor(sizes), output_size=len(rows))
@@ -69,7 +71,7 @@ def grouped_product(rows: T, weight: T, sizes: Sequence[int], transposed: bool, 
     ends = torch.tensor(list(itertools.accumulate(padded)), dtype=torch.int32, device=rows.device)
     columns = weight.transpose(1, 2).contiguous() if transposed else weight
     left = rows.new_zeros(sum(padded), rows.shape[1]).index_copy(0, places, rows)
-    run = getattr(importlib.import_module(owner), name)
+    run = getattr(importlib.import_module(f"torchao.prototype.moe_training.{owner}"), name)
     out = run(left, columns.transpose(1, 2), ends, pad_token_groups_for_grouped_mm=False)
     return out.index_select(0, places).to(rows.dtype)
 
