@@ -23,6 +23,8 @@ QWEN = {
     "config": "Qwen3MoeConfig",
     "overrides": {**HEADS, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
 }
+DEEP = {**MIXTRAL, "overrides": {**MIXTRAL["overrides"], "num_hidden_layers": 4}}
+SCHEDULES = ["gpipe", "interleaved", "zbv"]
 FORMATS = ["float8-rowwise", "mxfp8"]
 
 
@@ -54,6 +56,43 @@ CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
 def test_experts_on_two_ranks_are_those_of_one_process(case: int, form: str):
     mesh, sections = CASES[case]
     verified(mesh, form, **sections)
+
+
+ONE_AT_A_TIME: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"dp_shard": 2, "ep": 2}, {}),
+    ({"dp_replicate": 2}, {}),
+    ({"cp": 2}, {}),
+    ({"dp_shard": 2}, {"run": {"deterministic": True}}),
+    ({"dp_shard": 2}, {"memory": {"homes": {"model.layers.*": "host"}}}),
+    ({"dp_shard": 2, "ep": 2}, {"memory": {"swap": ["model.layers.*"]}}),
+    ({"dp_shard": 2, "ep": 2}, {"fsdp": {"offload": True}}),
+    ({"dp_shard": 2, "ep": 2}, {"optimizer": {"name": "muon"}}),
+    *(({"pp": 2}, {"model": DEEP, "pipeline": {"schedule": each, "micro_batches": 4}}) for each in SCHEDULES),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("case", range(len(ONE_AT_A_TIME)))
+@on_ranks(2)
+def test_experts_with_one_thing_at_a_time(case: int, form: str):
+    mesh, sections = ONE_AT_A_TIME[case]
+    verified(mesh, form, **sections)
+
+
+@on_ranks(2)
+def test_a_capacity_goes_with_scales_of_rows():
+    verified({"dp_shard": 2, "ep": 2}, "float8-rowwise", experts={"capacity": 200})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", FORMATS)
+@on_ranks(4)
+def test_experts_on_three_axes(form: str):
+    verified({"tp": 2, "pp": 2, "ep": 2}, form)
+    verified({"dp_shard": 2, "tp": 2, "ep": 4}, form)
+    verified({"dp_shard": 2, "cp": 2, "ep": 4}, form)
+    verified({"dp_shard": 2, "dp_replicate": 2, "ep": 2}, form)
 
 
 @pytest.mark.parametrize("form", FORMATS)

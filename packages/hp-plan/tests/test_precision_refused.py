@@ -20,11 +20,11 @@ PLAN = {"model": {"config": "LlamaConfig"}, "data": {"sequence_length": 32, "bat
     [
         (
             {"linear": "float8-tensorwise"},
-            "of NPUs Ascend 950 alone multiplies float8, and torchao was never tried there",
+            "of NPUs Ascend 950 alone multiplies float8, and torchao is untested there; ",
         ),
         (
             {"linear": "mxfp8"},
-            "of NPUs Ascend 950 alone multiplies float8, and torchao casts to it by kernels for CUDA",
+            "of NPUs Ascend 950 alone multiplies float8, and torchao's casts to it are kernels for CUDA; ",
         ),
         (
             {"experts": "float8-rowwise"},

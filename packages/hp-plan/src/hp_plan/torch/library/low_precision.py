@@ -51,9 +51,9 @@ def lacks_products(key: str, form: str, kernels: str) -> tuple[str, str] | None:
     kind = get_platform().devices.kind
     if kind == "npu":
         blocks = form == "mxfp8" or key == "experts"
-        tried = "torchao casts to it by kernels for CUDA" if blocks else "torchao was never tried"
+        tried = "torchao's casts to it are kernels for CUDA" if blocks else "torchao is untested there"
         own = "Ascend 910 (A2, A3) multiplies int8, for inference: torch_npu has no gradients of such products"
-        return f"of NPUs Ascend 950 alone multiplies float8, and {tried} there; {own}", "leave [precision] out"
+        return f"of NPUs Ascend 950 alone multiplies float8, and {tried}; {own}", "leave [precision] out"
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed", f"pip install '{TORCHAO}', or leave [precision] out"
     if kind not in ("cpu", "cuda"):
