@@ -12,6 +12,8 @@ from fsdp_models import Net, batch, data_mesh, groups_of, loss_of, pair, same_gr
 from torch import nn
 
 from hp_fsdp import fully_shard, register_fsdp_forward_method
+from hp_fsdp.torch.extend import all_gathered
+from hp_platform import count_collectives
 from hp_testing import device_type, on_ranks
 
 
@@ -133,3 +135,38 @@ def test_generate_of_t5_with_texts_of_different_lengths():
         assert torch.equal(model.generate(ids, **options), reference.generate(ids, **options))
     labels = ids.clone()
     assert torch.allclose(model(ids, labels=labels).loss, reference(ids, labels=labels).loss)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_forwards_of_what_is_gathered_exchange_nothing_and_training_goes_on(reshard: bool):
+    reference, model = models(Net, reshard_after_forward=reshard)
+    model.set_reshard_after_forward(reshard)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+    whole, own = batch()
+    for _ in range(3):
+        with all_gathered(model):
+            with count_collectives() as counts:
+                for rows in (own, own[:1], own):
+                    assert torch.allclose(model(rows), reference(rows))
+            assert not counts
+        assert any(group.unsharded for group in groups_of(model)) is not reshard
+        loss_of(model(own)).backward()
+        loss_of(reference(whole)).backward()
+        same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_an_error_among_forwards_of_what_is_gathered_leaves_the_model_as_it_was():
+    reference, model = models(Net)
+    whole, own = batch()
+    with pytest.raises(ZeroDivisionError), all_gathered(model):
+        model(own)
+        raise ZeroDivisionError
+    assert not any(group.unsharded or group.straight for group in groups_of(model))
+    loss_of(reference(whole)).backward()
+    loss_of(model(own)).backward()
+    same_gradients(model, reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from hp_dtensor import init_device_mesh
 from hp_fsdp import fully_shard
+from hp_fsdp.torch.extend import all_gathered
 from hp_testing import device_type, on_ranks
 
 pytestmark = pytest.mark.device
@@ -68,6 +70,20 @@ def test_a_write_in_forward_is_refused(write, trains):
             model(x)
     with torch.no_grad(), pytest.raises(RuntimeError, match="wrote to one of its parameters"):
         model.eval()(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_among_forwards_of_what_is_gathered_is_refused(write):
+    model, x = sharded(WRITES[write])
+    expected = copy.deepcopy({name: each.full_tensor() for name, each in model.state_dict().items()})
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"forward of 0 wrote to one of its parameters \(codes"):
+            with all_gathered(model.eval()):
+                model(x)
+                model(x)
+    for name, each in model.state_dict().items():
+        assert torch.equal(each.full_tensor(), expected[name])
 
 
 @on_ranks(2)

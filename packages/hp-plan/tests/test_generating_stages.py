@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lost_generation
 import pytest
 import torch
 from transformers import DynamicCache
@@ -11,8 +10,6 @@ from hp_pipeline import PipelinedModel, PipelineStage, Schedule1F1B, split_model
 from hp_plan import ParallelPlan, apply, build_model, generating, log_probabilities
 from hp_platform import get_platform
 from hp_testing import device_type, on_ranks
-from hp_testing.pools import target
-from hp_testing.pools.processes import rank_processes
 
 pytestmark = pytest.mark.framework("torch")
 
@@ -231,17 +228,3 @@ def test_a_stage_that_fails_is_named_on_all_ranks():
     for handle in handles:
         handle.remove()
     written(model, ids, mask, **SAMPLED)
-
-
-@pytest.mark.parametrize("doomed", [pytest.param(0, marks=pytest.mark.thorough), 1])
-def test_a_killed_rank_is_named(doomed, tmp_path):
-    if lacking := target.missing():
-        pytest.skip(lacking)
-    with rank_processes(lost_generation.main, 2, str(tmp_path / "store"), doomed) as (processes, connections):
-        other = connections[1 - doomed]
-        told = other.recv() if other.poll(60) else "nothing"
-        for process in processes:
-            process.join(60)
-    ranks, forwards = told
-    assert ranks == (doomed,) and forwards in (2, 3)
-    assert processes[doomed].exitcode == -9 and processes[1 - doomed].exitcode == 0

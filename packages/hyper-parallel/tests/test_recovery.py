@@ -62,7 +62,7 @@ def test_a_killed_process_is_replaced_and_the_run_ends_with_the_same_bits(launch
     ended = launcher.train(plan(launcher), "killed", "--recover", fault=Fault(1, "collective", "kill", 5, 2), log=True)
     assert ended.status == 0, ended.err
     assert "note: rank 1 failed: killed by SIGKILL" in ended.err and "It was in step 5 (step)" in ended.err
-    assert "step 5 follows, from a copy" in ended.err
+    assert "going on from a copy of step 4" in ended.err
     assert differences(launcher.folder, "killed", "truth") == ""
     assert processes(launcher) <= before
 
@@ -82,7 +82,7 @@ def test_a_rank_that_computes_wrongly_is_replaced_and_the_run_ends_with_the_same
     assert ended.status == 0, ended.err
     assert f"note: rank 1 failed: step {wrong_until}: persistent corruption of forward model.layers" in ended.err
     assert "its process ends itself; epoch 1 begins" in ended.err
-    assert f"step {5 if every == 3 else step} follows, from a copy" in ended.err
+    assert f"going on from a copy of step {4 if every == 3 else step - 1}" in ended.err
     assert differences(launcher.folder, name, f"{name}-whole") == ""
     doubted = [path.name for path in (launcher.folder / name / "checkpoints").glob("doubted-*")]
     assert doubted == (["doubted-step-00000006"] if every == 3 else [])
@@ -94,7 +94,7 @@ def test_a_rank_that_waits_to_make_a_group_with_a_lost_one_is_let_go(launcher):
     late = recovering_plan(launcher.folder / "text", mesh={"dp_replicate": 3}, run=run)
     ended = launcher.train(late, "late-group", "--recover", fault=Fault(0, "group", "kill", 4), log=True)
     assert ended.status == 0, ended.err
-    assert "note: rank 0 failed: killed by SIGKILL" in ended.err and "step 4 follows, from a copy" in ended.err
+    assert "note: rank 0 failed: killed by SIGKILL" in ended.err and "going on from a copy of step 3" in ended.err
 
 
 @pytest.mark.thorough
@@ -103,7 +103,7 @@ def test_every_rank_may_be_killed_at_once(launcher):
     fault = Fault(-1, "backward", "kill", 4)
     ended = launcher.train(plan(launcher), "both", "--recover", "--spares", "2", fault=fault, log=True)
     assert ended.status == 0, ended.err
-    assert "follows, from a copy" in ended.err
+    assert "going on from a copy" in ended.err
     assert differences(launcher.folder, "both", "truth") == ""
 
 
@@ -155,5 +155,5 @@ def test_a_rank_that_fails_while_it_evaluates_is_replaced(launcher, how):
     assert whole.status == 0, whole.err
     ended = launcher.train(validated, how, "--recover", fault=Fault(1, "evaluation", how, 4, 1), log=True)
     assert ended.status == 0, ended.err
-    assert "note: rank 1 failed" in ended.err and "step 5 follows, from a copy" in ended.err
+    assert "note: rank 1 failed" in ended.err and "going on from a copy of step 4" in ended.err
     assert differences(launcher.folder, how, f"whole-{how}") == ""

@@ -14,7 +14,7 @@ __all__ = ["Roster", "counts_here", "kept_gathered", "watch_optimizers"]
 
 
 @contextlib.contextmanager
-def kept_gathered(models: Sequence[Any], most: int | None = None) -> Iterator[list[str]]:
+def kept_gathered(models: Sequence[Any], most: int | None = None) -> Iterator[tuple[list[str], bool]]:
     """Inside, groups of sharded models stay gathered once a forward has gathered them; then all are shards again.
 
     Args:
@@ -22,7 +22,8 @@ def kept_gathered(models: Sequence[Any], most: int | None = None) -> Iterator[li
         most: bytes of gathered parameters that stay. Default: all.
 
     Yields:
-        The names of the groups that stay gathered: the outermost first, then in order, as long as they fit.
+        The names of the groups that stay gathered: the outermost first, then in order, as long as they fit. And whether
+        these are all groups.
     """
     groups = [group for model in models for group in model._groups(True)]
     before, names, left = [(group, group.reshard_after_forward) for group in groups], list[str](), most
@@ -34,7 +35,7 @@ def kept_gathered(models: Sequence[Any], most: int | None = None) -> Iterator[li
             if stays:
                 left = None if left is None else left - nbytes
                 names.append(group.name)
-        yield names
+        yield names, len(names) == len(before)
     finally:
         for group, reshards in before:
             group.reshard_after_forward = reshards

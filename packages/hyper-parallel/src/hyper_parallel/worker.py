@@ -172,6 +172,8 @@ def train(
         trained = "" if trainer.trained == trainer.size else f", of which {trainer.trained:,} are trained,"
         mesh = plan.mesh.described + (f" (ep {plan.mesh.ep})" if plan.mesh.ep > 1 else "")
         title = f"{name} of {trainer.size:,} parameters{trained} on {mesh}, {tokens:,} tokens{run.cut}"
+        title += f", replaying every {plan.sdc.replay_every} steps" if plan.sdc.replay_every else ""
+        title += ", comparing replicas" if plan.sdc.replicas else ""
         title += f", going on from step {run.step}" if run.step else ""
         if record is not None:
             (run.folder / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")

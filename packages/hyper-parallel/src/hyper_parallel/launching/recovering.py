@@ -305,7 +305,8 @@ class _Launcher:
         began, self._newest = self._members[0].began, None
         if self._noticed is not None and began is not None:
             seconds = time.monotonic() - self._noticed
-            self._say(f"recovered in {seconds:.2f} s: step {began.step + 1} follows, from {began.text}")
+            step = f" of step {began.step}" if began.step else ""
+            self._say(f"recovered in {seconds:.2f} s, going on from {began.text}{step}")
             self._noticed = None
         self._spares = [each for each in self._spares if not _ended(each)]
         while len(self._spares) < self._job.spares:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 Shape = tuple[int, ...]
+_NUMBERS = (type(None), int, float)
 
 
 def broadcast(call: Call) -> list[Shape] | None:
@@ -67,6 +68,42 @@ def linear(call: Call) -> list[Shape] | None:
     if not shape or len(weight) != 2 or shape[-1] != weight[1] or any(each != weight[:1] for each in bias):
         return None
     return [(*shape[:-1], weight[0])]
+
+
+def concatenated(call: Call) -> list[Shape] | None:
+    """Return the shape of tensors one after the other along ``dim``."""
+    first, *others = (spec.shape for spec in call.specs)
+    dim = call.bound["dim"]
+    if type(dim) is not int or not -len(first) <= dim < len(first) or len(call.specs) != len(call.tensors):
+        return None
+    dim %= len(first)
+    rest = first[:dim], first[dim + 1 :]
+    if any(len(shape) != len(first) or (shape[:dim], shape[dim + 1 :]) != rest for shape in others):
+        return None
+    return [(*rest[0], first[dim] + sum(shape[dim] for shape in others), *rest[1])]
+
+
+def attended(call: Call) -> list[Shape] | None:
+    """Return the shape of queries with the size of values: batch and heads are the same, or heads are grouped."""
+    query, key, value, *mask = (spec.shape for spec in call.specs)
+    bound, (dtype, *dtypes) = call.bound, [tensor.dtype for tensor in call.given]
+    grouped, causal = bound["enable_gqa"], bound["is_causal"]
+    if not len(query) == len(key) == len(value) == 4 or 0 in (*query, *key, *value) or dtypes[:2] != [dtype, dtype]:
+        return None
+    if not dtype.is_floating_point or any(type(bound[name]) not in _NUMBERS for name in ("scale", "dropout_p")):
+        return None
+    if key[-1] != query[-1] or key[:-1] != value[:-1] or key[0] != query[0] or type(causal) is not bool:
+        return None
+    if query[1] != key[1] and (grouped is not True or query[1] % key[1]):
+        return None
+    whole = (*query[:3], key[2])
+    if mask and (causal or dtypes[2] not in (dtype, torch.bool) or not _broadcasts(mask[0], whole)):
+        return None
+    return [(*query[:3], value[-1])]
+
+
+def _broadcasts(shape: Shape, to: Shape) -> bool:
+    return 2 <= len(shape) <= len(to) and all(mine in (1, size) for mine, size in zip(shape[::-1], to[::-1]))
 
 
 T = torch.Tensor
@@ -201,6 +238,7 @@ def _bind_products() -> None:
         "query key value attn_mask=None dropout_p=0 is_causal=False scale=None enable_gqa=False",
         "query key value attn_mask",
         local=local.attention,
+        shapes=attended,
     )
     bind(
         "norm",
@@ -260,7 +298,7 @@ def _bind_moves() -> None:
     bind("permute", "t adjoint", arguments=local.reverse_arguments)
     bind("permute", [getter("T"), getter("mT")], arguments=local.reverse_arguments)
     bind("expand", "expand broadcast_to", local=local.expand)
-    bind("cat", "cat concat concatenate", "tensors dim=0", "tensors")
+    bind("cat", "cat concat concatenate", "tensors dim=0", "tensors", shapes=concatenated)
     bind("stack", "stack", "tensors dim=0", "tensors")
     bind("moved_replicated_dim", "flip", "input dims", "input", arguments=local.flip_arguments)
     bind("moved_replicated_dim", "roll", "input shifts dims=None", "input", arguments=local.flip_arguments)

@@ -44,6 +44,7 @@ class ParameterGroup(Group[C]):
             between forward and backward.
         compared_modes: of modules (in training or not), those in which a forward's contents were compared: Note [Writes
             in forward] in `hp_fsdp.torch.steps.hooks`.
+        straight: forwards without gradients only compute; see `hp_fsdp.torch.extend.all_gathered`.
         mark: of the last call in forward, until a backward comes to it: Note [Gradients by other ways] in
             `hp_fsdp.torch.steps.hooks`.
         waiting: handle of a hook on an output of the last call, until a backward comes to it.
@@ -68,7 +69,7 @@ class ParameterGroup(Group[C]):
         self.reduces_at_end = False
         self.most_reductions = 1
         self.communication: Communication | None = None
-        self.hidden = self.in_backward = self.awaited = False
+        self.hidden = self.in_backward = self.awaited = self.straight = False
         self.compared_modes: set[bool] = set()
         self.mark: Mark | None = None
         self.waiting: Any = None

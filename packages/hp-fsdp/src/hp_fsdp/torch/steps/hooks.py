@@ -70,8 +70,10 @@ map_tensors, tensors = tree_functions(torch.Tensor)
 def run_forward(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module's forward with its parameters gathered, and arrange for its backward; return its result."""
     group: RootGroup = module._hsdp_group
-    context = group.context or RootContext.of(group)
-    run = functools.partial(_run, context, group, module, forward)
+    if group.straight and group.unsharded and not torch.is_grad_enabled():
+        run = functools.partial(_run_straight, forward)
+    else:
+        run = functools.partial(_run, group.context or RootContext.of(group), group, module, forward)
     return in_dtypes(group.policy, _cast, map_tensors, run, args, kwargs)
 
 
@@ -131,6 +133,10 @@ def _run(
             group.reshard()
         raise
     return output
+
+
+def _run_straight(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _run_again(context: RootContext, group: RootGroup, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

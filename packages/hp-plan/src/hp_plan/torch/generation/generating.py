@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,14 @@ from torch import nn
 
 from hp_fsdp import FSDPModule
 from hp_fsdp.extend import kept_gathered
+from hp_fsdp.torch.extend import all_gathered
 from hp_pipeline import PipelinedModel
 from hp_plan.torch.generation.exact.forward import exact, is_exact, refuse_later_modules
 from hp_plan.torch.generation.log_probabilities import log_probabilities, refuse_cut_texts
 from hp_plan.torch.generation.stages import Forwards, forwards_of, stand_in
 from hp_plan.torch.training.objectives import evaluating
-from hp_platform import get_platform
+from hp_platform import collectives, get_platform
+from hp_platform.groups import default_group
 from hp_styles.extend import style_of
 
 T = torch.Tensor
@@ -75,8 +77,16 @@ class Generation:
         counts: (rows, new tokens), True for tokens up to the end of their text.
     """
 
-    def __init__(self, model: nn.Module, gathered: list[str], seed: int | None, forwards: Forwards | None) -> None:
-        self._model, self._seed, self._forwards = model, seed, forwards
+    def __init__(
+        self,
+        model: nn.Module,
+        gathered: list[str],
+        seed: int | None,
+        *,
+        forwards: Forwards | None,
+        whole: Sequence[FSDPModule],
+    ) -> None:
+        self._model, self._seed, self._forwards, self._whole = model, seed, forwards, whole
         self._owner: Any = model if forwards is None else stand_in(forwards)
         self.gathered = gathered
         self.sequences: T | None = None
@@ -125,6 +135,8 @@ class Generation:
             own = {"seed": None if self._seed is None else self._seed & (_64 >> 1), "inputs": prompts, **options}
             self._forwards.compare(own if samples is None else {"samples": torch.tensor(list(samples)), **own})
             options.setdefault("synced_gpus", self._forwards.in_step)
+        elif self._whole and not shared:  # forwards exchange nothing
+            options.setdefault("synced_gpus", False)
         recorder = _Recorder(self._seed, samples, shared=shared, exact=is_exact(self._model))
         inner, inner_stops = owner._get_logits_processor, owner._get_stopping_criteria
 
@@ -132,9 +144,9 @@ class Generation:
         def with_recorder(generation_config: Any, *args: Any, **options: Any) -> Any:
             processors = inner(generation_config, *args, **options)
             recorder.begin(generation_config)
-            processors.insert(0, recorder.look)
+            processors.insert(0, _Processor(recorder.look))
             if recorder.draws:
-                processors.append(recorder.draw)
+                processors.append(_Processor(recorder.draw))
             return processors
 
         def with_stops(*args: Any, **options: Any) -> Any:
@@ -144,12 +156,16 @@ class Generation:
             return recorder.watched(criteria)
 
         owner._get_logits_processor, owner._get_stopping_criteria = with_recorder, with_stops
+        owner._has_unfinished_sequences = _texts_are_left
         try:
-            # What is drawn by number leaves torch's generators as they are.
-            with torch.random.fork_rng(enabled=self._seed is not None, **_generators(owner)):
+            with contextlib.ExitStack() as stack:
+                # What is drawn by number leaves torch's generators as they are.
+                stack.enter_context(torch.random.fork_rng(enabled=self._seed is not None, **_generators(owner)))
+                for root in self._whole:
+                    stack.enter_context(all_gathered(root))
                 output = original(*([] if prompts is None else [prompts]), *rest, **options)
         finally:
-            del owner._get_logits_processor, owner._get_stopping_criteria
+            del owner._get_logits_processor, owner._get_stopping_criteria, owner._has_unfinished_sequences
         if not batch:
             output = output[:0] if isinstance(output, torch.Tensor) else output.sequences[:0]
         sequences: T = output if isinstance(output, torch.Tensor) else output.sequences
@@ -167,6 +183,25 @@ def _generators(model: nn.Module) -> dict[str, Any]:
     """Return what of torch's generators a model's device has, as arguments of `fork_rng`."""
     device = next(model.parameters()).device
     return {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
+
+
+def _texts_are_left(done: bool, in_step: bool, device: torch.device) -> bool:
+    """Tell whether to go on: where ranks go in step, as long as any has texts. A rank that is lost is named."""
+    if not in_step:
+        return not done
+    left = torch.tensor(not done, dtype=torch.int32, device=device)
+    collectives.all_reduce(left, group=default_group())
+    return bool(left)
+
+
+class _Processor:
+    """A processor of logits. transformers reads the signature of ``__call__`` for each token: Python's own is fast."""
+
+    def __init__(self, process: Callable[[T, T], T]) -> None:
+        self._process = process
+
+    def __call__(self, ids: T, scores: T) -> T:
+        return self._process(ids, scores)
 
 
 def _ends_at_once(ids: T, scores: Any, **options: Any) -> T:
@@ -356,8 +391,9 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
     with contextlib.ExitStack() as stack:
         stack.enter_context(evaluating(model))
         roots = [model] if forwards is None else list(forwards.model.stages.values())
-        gathered = stack.enter_context(kept_gathered([each for each in roots if isinstance(each, FSDPModule)], memory))
-        generation = Generation(model, gathered, seed, forwards)
+        sharded = [each for each in roots if isinstance(each, FSDPModule)]
+        gathered, whole = stack.enter_context(kept_gathered(sharded, memory))
+        generation = Generation(model, gathered, seed, forwards=forwards, whole=sharded if whole else ())
         caller: Any = model
         before = vars(caller).get("generate")
         caller.generate = functools.partial(generation._generate, generation._owner.generate)

@@ -71,14 +71,17 @@ def by_rows(rows: T, function: Function, name: str, *shape: Hashable, probe: Fun
                 kernel.same[count] = _agrees(rows, probe or function, kernel.tile, count)
     if kernel.same.get(count):
         return function(rows)
+    cuts = kernel.cuts.get(count)
+    if cuts is None:
+        cuts = kernel.cuts[count] = _cut(kernel, count)
     parts, at = [], 0
-    if count not in kernel.cuts:
-        kernel.cuts[count] = _cut(kernel, count)
-    for size in kernel.cuts[count]:
-        part = rows[..., at : at + size, :]
-        found, at = part.shape[-2], at + size
+    for size in cuts:
+        found = min(size, count - at)
+        part = rows if found == count else rows.narrow(-2, at, found)
         part = torch.constant_pad_nd(part, (0, 0, 0, size - found)) if found < size else part.contiguous()
-        parts.append(function(part)[..., :found, :])
+        result = function(part)
+        parts.append(result.narrow(-2, 0, found) if found < size else result)
+        at += found
     return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
 
