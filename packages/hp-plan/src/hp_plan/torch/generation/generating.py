@@ -179,12 +179,6 @@ class Generation:
         return output
 
 
-def _generators(model: nn.Module) -> dict[str, Any]:
-    """Return what of torch's generators a model's device has, as arguments of `fork_rng`."""
-    device = next(model.parameters()).device
-    return {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
-
-
 def _texts_are_left(done: bool, in_step: bool, device: torch.device) -> bool:
     """Tell whether to go on: where ranks go in step, as long as any has texts. A rank that is lost is named."""
     if not in_step:
@@ -192,6 +186,12 @@ def _texts_are_left(done: bool, in_step: bool, device: torch.device) -> bool:
     left = torch.tensor(not done, dtype=torch.int32, device=device)
     collectives.all_reduce(left, group=default_group())
     return bool(left)
+
+
+def _generators(model: nn.Module) -> dict[str, Any]:
+    """Return what of torch's generators a model's device has, as arguments of `fork_rng`."""
+    device = next(model.parameters()).device
+    return {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
 
 
 class _Processor:
@@ -343,10 +343,10 @@ def uniform(seed: int, *numbers: int) -> float:
 def generating(model: nn.Module, *, seed: int | None = None, memory: int | None = None) -> Iterator[Generation]:
     """Generate with a model under a plan: inside, `model.generate` is transformers' own, and fast and repeatable.
 
-    The model is in evaluation mode. Groups of `fully_shard` gather their parameters in the first forward and keep them,
-    instead of gathering them for each token; at the end all are shards again. Ranks whose texts end early wait for the
-    others as under torch's `fully_shard`: transformers keeps them in step. Under `pp` every rank generates the same
-    texts: the stages take turns at each token, and the last one's logits go to all.
+    The model is in evaluation mode. Groups of `fully_shard` gather their parameters as `model.generate` begins, and
+    keep them instead of gathering them for each token; at the end all are shards again. Ranks whose texts end early
+    wait for the others where forwards exchange anything: under styles, in stages, and where groups do not stay gathered.
+    Under `pp` every rank generates the same texts: the stages take turns at each token, and the last one's logits go to all.
 
     Example:
         >>> with generating(model, seed=0) as generation:
