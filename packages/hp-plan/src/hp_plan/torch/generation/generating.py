@@ -345,8 +345,9 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
 
     The model is in evaluation mode. Groups of `fully_shard` gather their parameters as `model.generate` begins, and
     keep them instead of gathering them for each token; at the end all are shards again. Ranks whose texts end early
-    wait for the others where forwards exchange anything: under styles, in stages, and where groups do not stay gathered.
-    Under `pp` every rank generates the same texts: the stages take turns at each token, and the last one's logits go to all.
+    wait for the others where forwards exchange anything: under styles, in stages, and where groups do not stay
+    gathered. Under `pp` every rank generates the same texts: the stages take turns at each token, and the last one's
+    logits go to all.
 
     Example:
         >>> with generating(model, seed=0) as generation:
