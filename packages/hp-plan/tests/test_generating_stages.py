@@ -35,7 +35,7 @@ def plan_of(schedule="1f1b", family="Qwen3", dtype="float64", styles="auto", ove
         "data": {"sequence_length": 16, "batch_size": 4 * mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)},
         "run": {"dtype": dtype},
     }
-    return ParallelPlan.from_dict(table | ({"styles": styles} if "tp" in mesh else {}))
+    return ParallelPlan.from_dict(table | ({"styles": styles} if "tp" in mesh or "ep" in mesh else {}))
 
 
 def prompts(rows, length=5):
@@ -131,6 +131,18 @@ def test_families(family, overrides, options):
     ids, mask = prompts(4)
     expected = written(model, ids, mask, **options)
     same(written(apply(model, plan), ids, mask, **options), expected)
+
+
+@on_ranks(4)
+def test_experts_that_pipelines_share():
+    experts = {"num_local_experts": 4, "hidden_size": 32, "head_dim": 8}
+    plan = plan_of(family="Mixtral", dtype="float32", overrides=experts, pp=2, dp_shard=2, ep=2)
+    model = build_model(plan, device=device_type())
+    ids, mask = prompts(4)
+    first = get_platform().groups.rank() % 2 * 2
+    rows = slice(first, first + 2)
+    expected = written(model, ids[rows], mask[rows], first, **SAMPLED)
+    same(written(apply(model, plan), ids[rows], mask[rows], first, **SAMPLED), expected, rtol=0, atol=1e-4)
 
 
 @on_ranks(2)

@@ -78,7 +78,13 @@ class Generation:
     """
 
     def __init__(
-        self, model: nn.Module, gathered: list[str], seed: int | None, forwards: Forwards | None, *, whole: bool
+        self,
+        model: nn.Module,
+        gathered: list[str],
+        seed: int | None,
+        *,
+        forwards: Forwards | None,
+        whole: Sequence[FSDPModule],
     ) -> None:
         self._model, self._seed, self._forwards, self._whole = model, seed, forwards, whole
         self._owner: Any = model if forwards is None else stand_in(forwards)
@@ -152,11 +158,11 @@ class Generation:
         owner._get_logits_processor, owner._get_stopping_criteria = with_recorder, with_stops
         owner._has_unfinished_sequences = _texts_are_left
         try:
-            # What is drawn by number leaves torch's generators as they are.
-            with (
-                all_gathered(owner) if self._whole else contextlib.nullcontext(),
-                torch.random.fork_rng(enabled=self._seed is not None, **_generators(owner)),
-            ):
+            with contextlib.ExitStack() as stack:
+                # What is drawn by number leaves torch's generators as they are.
+                stack.enter_context(torch.random.fork_rng(enabled=self._seed is not None, **_generators(owner)))
+                for root in self._whole:
+                    stack.enter_context(all_gathered(root))
                 output = original(*([] if prompts is None else [prompts]), *rest, **options)
         finally:
             del owner._get_logits_processor, owner._get_stopping_criteria, owner._has_unfinished_sequences
@@ -339,8 +345,9 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
 
     The model is in evaluation mode. Groups of `fully_shard` gather their parameters as `model.generate` begins, and
     keep them instead of gathering them for each token; at the end all are shards again. Ranks whose texts end early
-    wait for the others where forwards exchange anything: under styles, and where groups do not stay gathered. Under
-    `pp` every rank generates the same texts: the stages take turns at each token, and the last one's logits go to all.
+    wait for the others where forwards exchange anything: under styles, in stages, and where groups do not stay
+    gathered. Under `pp` every rank generates the same texts: the stages take turns at each token, and the last one's
+    logits go to all.
 
     Example:
         >>> with generating(model, seed=0) as generation:
@@ -387,8 +394,7 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
         roots = [model] if forwards is None else list(forwards.model.stages.values())
         sharded = [each for each in roots if isinstance(each, FSDPModule)]
         gathered, whole = stack.enter_context(kept_gathered(sharded, memory))
-        whole = whole and forwards is None and bool(sharded)
-        generation = Generation(model, gathered, seed, forwards, whole=whole)
+        generation = Generation(model, gathered, seed, forwards=forwards, whole=sharded if whole else ())
         caller: Any = model
         before = vars(caller).get("generate")
         caller.generate = functools.partial(generation._generate, generation._owner.generate)
