@@ -1,13 +1,14 @@
 """Generation under a plan beside transformers' own on the whole model, in turns, on ranks of this machine.
 
     torchrun --nproc-per-node 2 packages/hp-plan/benchmarks/bench_generating.py [--rounds 8] [--hidden 256]
+        [--tokens 32]
     torchrun --nproc-per-node 2 packages/hp-plan/benchmarks/bench_generating.py --parts bits price
 
-Each rank writes 32 tokens after each of 4 prompts of 16, greedily. "whole" is the model on every rank without a plan;
-on as many cores as ranks its time is what one device takes. Printed are medians over rounds of the CPU seconds of rank
-0 (by the clock on a device), the median of their ratios to "whole" in the same round, and medians of the seconds by the
-clock; under "pp" the stages take turns, so there rank 0 waits for the others. Log-probabilities of the
-texts follow, with their gradients, beside those of whole logits, and the largest tensors of logits.
+Each rank writes so many tokens after each of 4 prompts of 16, greedily. "whole" is the model on every rank without a
+plan; on as many cores as ranks its time is what one device takes. Printed are medians over rounds of the CPU seconds of
+rank 0 (by the clock on a device), the median of their ratios to "whole" in the same round, and medians of the seconds
+by the clock; under "pp" the stages take turns, so there rank 0 waits for the others. Log-probabilities of the texts
+follow, with their gradients, beside those of whole logits, and the largest tensors of logits.
 
 `bits` counts tokens whose log-probability in generation has other bits than in another computation of the same tokens,
 without and with `[run] generation = "exact"`. `price` is the time that exact takes, over plain.
@@ -49,7 +50,7 @@ FAMILIES = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256},
 }
 CPU = torch.device("cpu")
-OPTIONS = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
 
 
 def plan_of(family: str = "Llama", run: dict[str, object] | None = None, **mesh: int) -> ParallelPlan:
@@ -94,7 +95,8 @@ def bits() -> None:
     ids, own = texts * mask, slice(4 * rank, 4 * rank + 4)
     columns = ("training", "alone", "right padding", "fully_shard", "dp_replicate")
     if rank == 0:
-        print(f"\n{32 * len(lengths)} tokens: whose bits are not those of one batch of {len(lengths)}")
+        tokens = OPTIONS["max_new_tokens"] * len(lengths)
+        print(f"\n{tokens} tokens: whose bits are not those of one batch of {len(lengths)}")
         print(f"{'':<28}" + "".join(f"{name:>15}" for name in columns))
     for family in FAMILIES:
         for dtype in ("float32", "bfloat16"):
@@ -175,7 +177,7 @@ def price(rounds: int) -> None:
             return run
 
         for rows in (4, 16):
-            title = f"{family}, {dtype}: generation of {rows} x 32 tokens"
+            title = f"{family}, {dtype}: generation of {rows} x {OPTIONS['max_new_tokens']} tokens"
             measure({mode: generation(model, rows) for mode, model in models.items()}, rounds, CPU, title)
         for tokens in (64, 256):
             title = f"{family}, {dtype}: forward and backward of 4 x {tokens} tokens"
@@ -207,7 +209,7 @@ def times(rounds: int, device: torch.device) -> None:
         "tp, generate alone": generation(tp, plain),
         "pp, generating": generation(pp),
     }
-    measure(runs, rounds, device, f"Generation, {ranks} ranks, {device}: 4 x 32 tokens")
+    measure(runs, rounds, device, f"Generation, {ranks} ranks, {device}: 4 x {OPTIONS['max_new_tokens']} tokens")
     texts = torch.cat([ids] * 4, 1)
 
     def of_whole_logits() -> None:
@@ -232,8 +234,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--device", default="cpu", help="of the tensors: cpu, cuda or npu; default cpu")
     parser.add_argument("--hidden", type=int, default=256, help="size of the model, a multiple of 64 (default: 256)")
+    parser.add_argument("--tokens", type=int, default=32, help="that each text gets (default: 32)")
     arguments = parser.parse_args()
-    hidden = arguments.hidden
+    OPTIONS["max_new_tokens"], hidden = arguments.tokens, arguments.hidden
     SIZES.update(hidden_size=hidden, intermediate_size=hidden * 11 // 4, head_dim=hidden // 8)
     torch.set_num_threads(1)
     hp_platform.init_process_group()
