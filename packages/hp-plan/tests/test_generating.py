@@ -191,10 +191,17 @@ def test_what_is_not_given_is_refused():
             model.generate(ids, attention_mask=mask, do_sample=True, samples=range(3), **OPTIONS)
         with pytest.raises(ValueError, match="beams are not drawn by number"):
             model.generate(ids, attention_mask=mask, do_sample=True, num_beams=2, samples=range(2), **OPTIONS)
-    with generating(model), pytest.raises(ValueError, match="samples= is for do_sample=True"):
-        model.generate(ids, attention_mask=mask, samples=range(2), do_sample=True, **OPTIONS)
-    with pytest.raises(ValueError, match="memory must be a number of bytes"), generating(model, memory=-1):
-        pass
+    with generating(model):
+        with pytest.raises(ValueError, match="samples= is for do_sample=True"):
+            model.generate(ids, attention_mask=mask, samples=range(2), do_sample=True, **OPTIONS)
+        with pytest.raises(ValueError, match="samples= must be the numbers of prompts, got 'ab'"):
+            model.generate(ids, attention_mask=mask, do_sample=True, samples="ab", **OPTIONS)
+    for options, text in (
+        ({"memory": -1}, "memory must be a number of bytes"),
+        ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
+    ):
+        with pytest.raises(ValueError, match=text), generating(model, **options):
+            pass
     with pytest.raises(NotImplementedError, match="Linear has no generate"), generating(torch.nn.Linear(1, 1)):
         pass
 

@@ -211,13 +211,16 @@ def test_what_stages_do_not_do_is_refused():
                 model.generate(**options)
         with pytest.raises(ValueError, match="would stop at different times; leave max_time out"):
             model.generate(**inputs, max_time=60.0)
-        with pytest.raises(ValueError, match="pp: ranks .* rank 0 is passed inputs .* where rank 1 is passed inputs"):
+        with pytest.raises(ValueError, match="pp: ranks .* rank 0 is passed prompts .* where rank 1 is passed prompts"):
             model.generate(**{**inputs, "inputs": ids + rank})
-        with pytest.raises(ValueError, match="pp: ranks .* rank 0 is passed max_new_tokens"):
+        with pytest.raises(ValueError, match="pp: ranks .* but max_new_tokens is . on rank 0 and . on rank 1"):
             model.generate(**{**inputs, "max_new_tokens": 3 + rank})
         with pytest.raises(ValueError, match="would draw different tokens"):
             model.generate(**{**inputs, "do_sample": True})
-    with pytest.raises(ValueError, match="pp: ranks .* is passed seed"), generating(model, seed=rank):
+    with (
+        pytest.raises(ValueError, match="pp: ranks .* but seed is 0 on rank 0 and 1 on rank 1"),
+        generating(model, seed=rank),
+    ):
         model.generate(**{**inputs, **SAMPLED}, samples=range(2))
     own = PipelinedModel(Schedule1F1B(PipelineStage(torch.nn.Linear(2, 2), rank, 2), 2))
     with pytest.raises(NotImplementedError, match="Linear is no stage of split_model"), generating(own):

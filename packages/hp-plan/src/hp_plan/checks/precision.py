@@ -66,16 +66,20 @@ def _check_dispatch(plan: ParallelPlan) -> list[Diagnostic]:
     section, key, form = plan.experts, "precision.experts", plan.precision.experts
     if form is None:
         return []
-    reasons = [
-        (f"experts.{name} = {value}", "cuts an expert's tokens in parts, which have other scales", f"experts.{name}")
+    found = [
+        Diagnostic(
+            key,
+            f"got {form!r} with experts.{name} = {value}, which cuts an expert's tokens in parts with other scales",
+            f"leave experts.{name} out",
+        )
         for name, value, usual in (("chunks", section.chunks, 1), ("slots", section.slots, 0))
         if value != usual
     ]
     if section.capacity is not None and form == "mxfp8":
-        reasons.append((f"experts.capacity = {section.capacity}", "moves tokens to other blocks", "experts.capacity"))
-    found = [
-        Diagnostic(key, f"got {form!r} with {what}, which {why}", f"leave {out} out") for what, why, out in reasons
-    ]
+        message = (
+            f"got 'mxfp8' with experts.capacity = {section.capacity}, which changes the 32 tokens that share a scale"
+        )
+        found.append(Diagnostic(key, message, "make it 'float8-rowwise', or leave experts.capacity out"))
     if plan.precision.kernels == "auto" and "float16" in (plan.fsdp.param_dtype, plan.run.dtype):
         message = f"got {form!r}, whose grouped kernels take float32 and bfloat16, with float16"
         found.append(Diagnostic(key, message, "write 'bfloat16' in its place"))
@@ -179,7 +183,10 @@ def _refused(
         by_shape.setdefault(shape, []).append(name)
     named = "; ".join(f"{', '.join(generalise(names))} of shape {list(shape)}" for shape, names in by_shape.items())
     message = f"{named}{over} can't be multiplied in {form}, whose dims are multiples of {_MULTIPLE[form or '']}"
-    return [Diagnostic("precision.exclude", message, _adding(generalise(wrong), plan, model))]
+    fix = _adding(generalise(wrong), plan, model)
+    if form == plan.precision.experts and {*wrong} >= {*low_precision_experts(plan, model)}:
+        fix = "choose other sizes of the model, or leave precision.experts out"
+    return [Diagnostic("precision.exclude", message, fix)]
 
 
 def low_precision_layers(plan: ParallelPlan, model: ModelOutline) -> list[str]:
@@ -199,7 +206,7 @@ def low_precision_experts(plan: ParallelPlan, model: ModelOutline) -> list[str]:
 
 def _adding(patterns: list[str], plan: ParallelPlan, model: ModelOutline) -> str:
     """Say what to add to `exclude`: what is left out by default, too, as a list replaces that."""
-    usual = generalise(_usual(model)) if plan.precision.exclude is None else []
+    usual = generalise(_usual(model)) if plan.precision.exclude is None and plan.precision.linear else []
     rest = [pattern for pattern in usual if pattern not in patterns]
     beside = f" and, since a list replaces the default, {', '.join(map(repr, rest))}" if rest else ""
     return f"add {', '.join(map(repr, patterns))}{beside}"

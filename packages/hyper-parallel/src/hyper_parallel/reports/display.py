@@ -217,7 +217,7 @@ def print_summary(console: Console, summary: Summary, *, title: str) -> None:
         "steps": f"{summary.steps}",
         "loss": f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at the end{_mean(summary.averaged)}",
         "tokens": f"{summary.tokens:,} in {summary.seconds:.1f} s: {summary.tokens_per_second:,.0f} a second",
-        **({_memory(): f"{memory} (rank 0, 1, ...)"} if memory else {}),
+        **({_memory(): f"{memory} (by rank)"} if memory else {}),
         "run folder": summary.folder,
         **({"with": ", ".join(summary.files)} if summary.files else {}),
         "checkpoint": summary.checkpoint,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +125,11 @@ class Generation:
     def _generate(self, original: Any, *args: Any, samples: Sequence[int] | None = None, **options: Any) -> Any:
         name = next((name for name in ("inputs", "input_ids") if options.get(name) is not None), "inputs")
         prompts, *rest = args if args else (options.pop(name, None),)
+        if samples is not None:
+            try:
+                samples = list(map(operator.index, samples))
+            except TypeError:
+                raise ValueError(f"generate: samples= must be the numbers of prompts, got {samples!r}") from None
         batch = len(prompts) if isinstance(prompts, torch.Tensor) else -1
         if not batch:  # transformers takes no batch of none: a text that ends at once stands in, and is dropped
             prompts, samples = prompts.new_zeros((1, max(prompts.shape[1], 1))), None if samples is None else [0]
@@ -132,8 +138,7 @@ class Generation:
             raise ValueError(_ASSISTED)
         owner, shared = self._owner, self._forwards is not None or any(map(style_of, self._model.modules()))
         if self._forwards is not None:
-            own = {"seed": None if self._seed is None else self._seed & (_64 >> 1), "inputs": prompts, **options}
-            self._forwards.compare(own if samples is None else {"samples": torch.tensor(list(samples)), **own})
+            self._forwards.compare({"prompts": prompts, "seed": self._seed, "samples": samples, **options})
             options.setdefault("synced_gpus", self._forwards.in_step)
         elif self._whole and not shared:  # forwards exchange nothing
             options.setdefault("synced_gpus", False)
@@ -236,7 +241,7 @@ class _Recorder:
         self.draws = bool(config.do_sample) and self._seed is not None
         if config.do_sample and self._seed is None and self._shared and get_platform().groups.size() > 1:
             raise ValueError(
-                "generate: ranks that share a model (styles) would draw different tokens of one prompt, each by its own"
+                "generate: ranks that share a model (tp, pp) would draw different tokens of one prompt, each by its own"
                 " generator; pass generating(seed=)"
             )
         if self.draws and self._beams:
@@ -245,7 +250,7 @@ class _Recorder:
             if get_platform().groups.size() > 1:
                 raise ValueError(
                     "generate: with generating(seed=) on several ranks pass samples=, the number of each prompt among"
-                    " those of all ranks; ranks that share prompts (tp) pass the same"
+                    " those of all ranks; ranks that share prompts (tp, pp) pass the same"
                 )
         if self._samples is not None and not self.draws:
             raise ValueError("generate: samples= is for do_sample=True inside generating(model, seed=...)")
@@ -371,9 +376,10 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
         NotImplementedError: a model with `cp`, stages that are not of `hp_pipeline.split_model`, no `generate`; an
             exact model in float64 or float16, or that modules have joined. Under `pp` `generate` raises it for caches
             other than `DynamicCache` and for states of blocks (`output_hidden_states`, `output_attentions`).
-        ValueError: a negative number of bytes. `generate` raises it for what is drawn or recorded wrongly: no `seed`
-            where ranks share a model, no `samples` on several ranks, beams with a seed, candidates of an assistant,
-            `max_time` where ranks share a model, different prompts or options on the ranks of a pipeline.
+        ValueError: a seed that is no whole number, a negative number of bytes. `generate` raises it for what is drawn
+            or recorded wrongly: no `seed` where ranks share a model, no `samples` on several ranks, beams that are
+            drawn with a seed, candidates of an assistant, `max_time` where ranks share a model, other prompts or
+            options on the ranks of a pipeline.
     """
     refuse_cut_texts(model, "generating")
     forwards = forwards_of(model, "generating") if isinstance(model, PipelinedModel) else None
@@ -387,6 +393,8 @@ def generating(model: nn.Module, *, seed: int | None = None, memory: int | None 
                 "generating: with generation = 'exact' weights must be float32 or bfloat16: transformers chooses tokens"
                 " by logits in float32"
             )
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ValueError(f"generating: seed must be a whole number, got {seed!r}")
     if memory is not None and memory < 0:
         raise ValueError(f"generating: memory must be a number of bytes, got {memory}")
     with contextlib.ExitStack() as stack:

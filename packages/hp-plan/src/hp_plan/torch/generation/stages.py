@@ -125,10 +125,16 @@ class Forwards:
         Raises:
             ValueError: they are not.
         """
-        numbers = {name: torch.tensor(value) for name, value in inputs.items() if isinstance(value, (bool, int, float))}
+        kinds = (bool, int, float, str)
+        options = {
+            name: value
+            for name, value in inputs.items()
+            if isinstance(value, kinds) or (isinstance(value, list) and all(isinstance(each, kinds) for each in value))
+        }
         groups = getattr(self.model, "sample_groups", {"pp": self._group})
         for axis, group in groups.items():
-            SharedSamples(axis, group).compare(False, (), {**inputs, **numbers})
+            _compare_options(axis, group, options)
+            SharedSamples(axis, group).compare(False, (), inputs)
 
     def run(self, cache: Any = None, **inputs: Any) -> Any:
         """Return what the last stage returns, on its rank.
@@ -177,6 +183,19 @@ class Forwards:
         found = tensor.contiguous()
         get_platform().collectives.broadcast(found, self._last, group=self._group)
         return found
+
+
+def _compare_options(axis: str, group: Any, own: Mapping[str, Any]) -> None:
+    ranks = get_platform().groups.ranks(group)
+    first, *others = (json.loads(each) for each in share_bytes(json.dumps(own).encode(), group))
+    for rank, other in zip(ranks[1:], others, strict=True):
+        for name in {**first, **other}:
+            here, there = first.get(name), other.get(name)
+            if here != there:
+                raise ValueError(
+                    f"{axis}: ranks {ranks} generate the same texts together, but {name} is {here!r} on rank {ranks[0]}"
+                    f" and {there!r} on rank {rank}; pass them the same options, samples and seed"
+                )
 
 
 def _order(pipeline: Pipeline) -> dict[int, tuple[MetaStep, ...]]:
