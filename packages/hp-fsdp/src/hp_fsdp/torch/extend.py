@@ -10,6 +10,7 @@ import torch
 
 from hp_fsdp.torch.groups.bucket import watching_gathers
 from hp_fsdp.torch.steps.context import RootContext, RootGroup, drop_reductions
+from hp_platform.torch.internals import without_torch_function
 
 __all__ = ["all_gathered", "drop_reductions", "watching_gathers"]
 
@@ -36,6 +37,7 @@ def all_gathered(model: Any) -> Iterator[None]:
         mode = model.training
         compared = [mode in group.compared_modes for group in groups]
         before = [_state_of(group, known) for group, known in zip(groups, compared)]
+        kept = [data for group in groups for data in _data_of(group)]  # else their addresses might come again
         for group in groups:
             group.straight = True
         with torch.no_grad():
@@ -45,6 +47,7 @@ def all_gathered(model: Any) -> Iterator[None]:
                 raise RuntimeError(group.written())
             group.compared_modes.add(mode)
             group.reshard() if group.reshard_after_forward is not False else group.keep()
+        del kept
         context.end_forward()
     except BaseException:
         context.abandon()
@@ -52,6 +55,11 @@ def all_gathered(model: Any) -> Iterator[None]:
     finally:
         for group in groups:
             group.straight = False
+
+
+def _data_of(group: RootGroup) -> list[torch.Tensor]:
+    with without_torch_function():
+        return [each.unsharded.detach() for bucket in group.buckets for each in bucket.parameters]
 
 
 def _state_of(group: RootGroup, known: bool) -> tuple[list[int], list[Any] | None]:
