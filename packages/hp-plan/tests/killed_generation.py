@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import hp_platform
 from hp_plan import ParallelPlan, apply, build_model, generating
 from hp_testing import device_type
+from hp_testing.torch.ranks import join
 
-TIMEOUT = timedelta(seconds=60)
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "eos_token_id": None}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -51,14 +49,7 @@ def main(
 ) -> None:
     """A rank; it sends how it ended."""
     os.environ.update(environment)
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    port = 0 if rank == 0 else connection.recv()
-    hp_platform.get_platform().devices.set_device(rank % hp_platform.get_platform().devices.count)
-    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT)
-    if rank == 0:
-        connection.send(store.port)
-    hp_platform.init_process_group(store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    join(rank, ranks, connection.send, connection.recv)
     try:
         generate(axis, memory, rank == doomed)
     except BaseException as error:

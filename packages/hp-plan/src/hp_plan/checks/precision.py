@@ -106,19 +106,14 @@ def check_layers(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     section, diagnostics = plan.precision, []
     if not section.formats:
         return []
+    kinds = {"linear": "Linear layer", "experts": "experts"}
     candidates = [*(_linear(model) if section.linear else ()), *(_experts(model) if section.experts else ())]
     for index, pattern in enumerate(section.exclude or ()):
         key, matched = f"precision.exclude[{index}]", [name for name in model.names if matches(pattern, name)]
         if not matched:
             diagnostics.append(matches_nothing(key, pattern, model.names))
         elif not any(matches_inside([pattern], name) for name in candidates):
-            what = (
-                "experts"
-                if section.linear is None
-                else "Linear layer or experts"
-                if section.experts
-                else "Linear layer"
-            )
+            what = " or ".join(kinds[name] for name in section.formats)
             message = f"'{pattern}' matches {matched[0]}, and no {what} to multiply in eight bits"
             diagnostics.append(Diagnostic(key, message, "leave it out"))
     names, experts = low_precision_layers(plan, model), low_precision_experts(plan, model)
@@ -128,7 +123,8 @@ def check_layers(plan: ParallelPlan, model: ModelOutline) -> list[Diagnostic]:
     if section.experts and not experts and not diagnostics:
         what = "all experts are left out" if _experts(model) else f"{model.type_name} has no experts"
         return [Diagnostic("precision.experts", f"got {section.experts!r}, but {what}", "leave precision.experts out")]
-    shapes = {name: (each.out_features, each.in_features) for name in names if (each := model.modules[name])}
+    layers = {name: model.modules[name] for name in names}
+    shapes = {name: (each.out_features, each.in_features) for name, each in layers.items()}
     diagnostics += _odd(shapes, section.linear, plan, model)
     matrices = {name: [shape for shape in model.modules[name].shapes.values() if len(shape) == 3] for name in experts}
     diagnostics += _odd({name: each[-1] for name, each in matrices.items()}, section.experts, plan, model)
